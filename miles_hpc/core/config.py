@@ -1,0 +1,258 @@
+"""The run file and the site file as frozen structs, documented per field.
+
+`core.load` parses TOML into these, refuses unknown keys with their path and the nearest name, and applies
+`--set a.b=c`. Where Miles has the concept, the option has Miles' name (`rollout_batch_size`, `eps_clip`, ...).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = [
+    "CheckpointConfig",
+    "ControlConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "GroupConfig",
+    "GroupsConfig",
+    "JobConfig",
+    "ModelConfig",
+    "PythonConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SftConfig",
+    "SiteConfig",
+    "SiteNode",
+    "SitePartition",
+    "TrainConfig",
+]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: frozen, keyword-only, unknown keys refused."""
+
+
+# ------------------------------------------------------------------------------------------------ run file
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """The policy. Either `path` names a Hugging Face folder, or `config` describes one to initialise by `init_seed`."""
+
+    path: str = ""
+    config: dict[str, Any] = {}  # Hugging Face config with `model_type`, for a model without weights
+    init_seed: int | None = None  # default: the run's seed
+    tokenizer: str = ""  # "" = the model's folder; "characters" = one token per character, made by this project
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    experts_implementation: str = "grouped_mm"  # transformers' MoE kernel; ignored for dense models
+
+
+class SftConfig(Section, frozen=True, kw_only=True):
+    """Warm start on demonstrations that a scripted policy plays in the run's own environment. steps = 0 skips it."""
+
+    steps: int = 0
+    n_demonstrations: int = 500
+    batch_size: int = 64  # trajectories per step
+    lr: float = 2e-3
+    lr_warmup_steps: int = 30
+    lr_decay_from: float = 0.6  # linear decay starts at this share of the steps
+    lr_min_ratio: float = 0.1
+    aux_loss_coef: float = 0.01  # load-balancing loss of MoE models
+
+
+class RolloutConfig(Section, frozen=True, kw_only=True):
+    """Sampling and the flow of groups."""
+
+    n_steps: int = 100  # RL optimizer steps in the whole run, over all allocations
+    rollout_batch_size: int = 16  # prompts (groups) per step
+    n_samples_per_prompt: int = 8
+    engine: str = "torch"  # torch | sglang | scripted | a registered name or dotted path
+    engines_per_host: int = 1
+    slots_per_engine: int = 64  # generation slots: trajectories that one engine serves at once
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_turns: int = 4
+    max_tokens_per_turn: int = 16
+    max_trajectory_tokens: int = 256
+    trajectory_deadline_s: float = 60.0  # a trajectory that takes longer is ended with status truncated
+    max_admitted_batches: float = 2.0  # admission credits, in batches: groups between admission and training
+    max_weight_staleness: int = 2  # steps; a group older than this at use is dropped with a reason
+    max_group_attempts: int = 3  # a prompt whose group failed so often is set aside and reported
+    reuse_after_restart: bool = True  # keep owned groups of a dead lineage while their staleness allows
+    routing_replay: bool = True  # record routed experts and replay them in training (MoE models)
+    sandbox_timeout_s: float = 5.0  # one command
+    sandbox_max_output_bytes: int = 256
+
+
+class TrainConfig(Section, frozen=True, kw_only=True):
+    """The RL optimizer step."""
+
+    backend: str = "fsdp"
+    advantage_estimator: Literal["grpo", "reinforce"] = "grpo"
+    grpo_std_normalization: bool = True
+    lr: float = 3e-4
+    lr_warmup_steps: int = 5
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.28
+    use_kl_loss: bool = False  # KL to the reference (the weights at the start of RL)
+    kl_loss_coef: float = 0.0
+    entropy_coef: float = 0.0
+    use_tis: bool = False  # truncated importance sampling against the engine's log-probs
+    tis_clip: float = 2.0
+    minibatches_per_step: int = 1  # reserved name; one optimizer step per batch
+    max_tokens_per_microbatch: int = 8192  # rows * row_tokens of one forward
+    row_tokens: int = 256  # length of a packed row; at least rollout.max_trajectory_tokens
+    probe_sequences: int = 8  # fixed batch scored by engine and trainer after each sync; 0 switches it off
+    threads: int = 1  # CPU threads of a trainer rank
+
+
+class EvalConfig(Section, frozen=True, kw_only=True):
+    """Held-out evaluation before and after RL."""
+
+    n_episodes: int = 0
+    seed: int = 10_000
+    temperature: float = 1.0
+
+
+class CheckpointConfig(Section, frozen=True, kw_only=True):
+    """When state is saved and how much of it is kept."""
+
+    interval_steps: int = 20
+    keep: int = 3
+
+
+class EnvironmentConfig(Section, frozen=True, kw_only=True):
+    """The task: a registered name or dotted path, and its own options."""
+
+    name: str = "shell"
+    options: dict[str, Any] = {}
+
+
+class GroupConfig(Section, frozen=True, kw_only=True):
+    """One het group: what to ask Slurm for. 0 GPUs means CPU only."""
+
+    nodes: int
+    gpus_per_node: int = 0
+    cpus_per_task: int = 1
+    ranks_per_node: int = 1  # trainer: MPI ranks of a node (one per GPU); other roles have one agent
+    partition: str = ""  # default: the site's partition for this role
+    constraint: str = ""
+    mem: str = ""
+
+
+class GroupsConfig(Section, frozen=True, kw_only=True):
+    """The het groups, in the order of the job's components."""
+
+    trainer: GroupConfig
+    rollout: GroupConfig
+    sandbox: GroupConfig
+
+
+class JobConfig(Section, frozen=True, kw_only=True):
+    """What the batch job asks for and how an allocation ends."""
+
+    time: str = "01:00:00"  # Slurm time of one allocation
+    account: str = ""
+    qos: str = ""
+    signal_s: int = 120  # seconds before the limit at which Slurm signals the batch script
+    max_allocations: int = 100  # a run that needs more is a mistake
+    extra_directives: list[str] = []  # stated for every component, without '#SBATCH '
+
+
+class ControlConfig(Section, frozen=True, kw_only=True):
+    """The control layer. All times in seconds."""
+
+    transport: Literal["tcp", "ucx"] = "tcp"
+    interface: str = ""  # network interface to bind; "" = the address of the host's name
+    heartbeat_interval_s: float = 1.0
+    lost_after_s: float = 5.0  # no heartbeat for so long: lost
+    lease_s: float = 10.0  # an agent whose controller is silent for so long kills its children
+    connect_deadline_s: float = 60.0
+    start_deadline_s: float = 300.0  # all roles ready
+    call_deadline_s: float = 60.0
+    step_deadline_s: float = 600.0
+    max_role_restarts: int = 20
+
+
+class PythonConfig(Section, frozen=True, kw_only=True):
+    """Python interpreters per role; "" = the one that submits."""
+
+    controller: str = ""
+    trainer: str = ""
+    rollout: str = ""
+    sandbox: str = ""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    """A run file."""
+
+    name: str
+    model: ModelConfig
+    groups: GroupsConfig
+    site: str = ""  # name of a site file; --site and MILES_HPC_SITE override
+    run_dir: str = ""  # default: runs/<name>
+    seed: int = 0
+    python_path: list[str] = []  # folders put on every role's import path
+    job: JobConfig = JobConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sft: SftConfig = SftConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    control: ControlConfig = ControlConfig()
+    python: PythonConfig = PythonConfig()
+
+
+# ------------------------------------------------------------------------------------------------ site file
+
+
+class SitePartition(Section, frozen=True, kw_only=True):
+    """One partition: which roles it suits and what a node of it has."""
+
+    name: str
+    roles: list[str]  # trainer | rollout | sandbox: the first partition listed for a role is its default
+    nodes: int = 0  # 0 = unknown
+    max_time: str = ""
+    constraint: str = ""
+    gres: str = ""  # GPU type in gres requests: gpu:<type>:<n>; "" = gpu:<n>
+    gpus_per_node: int = 0
+    cpus_per_node: int = 0
+
+
+class SiteNode(Section, frozen=True, kw_only=True):
+    """What the nodes have that programs need to know."""
+
+    gpus: int = 0
+    gpu: str = ""
+    nics: list[str] = []
+    local_scratch: str = ""
+
+
+class SiteConfig(Section, frozen=True, kw_only=True):
+    """One cluster: facts with their sources."""
+
+    name: str
+    title: str = ""
+    sources: list[str] = []
+    verified: str = ""  # date
+    scheduler: Literal["slurm", "none"] = "slurm"
+    partitions: list[SitePartition] = []
+    node: SiteNode = SiteNode()
+    gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
+    layout: Literal["hetjob", "hetjob_span", "split"] = "hetjob"
+    requires_account: bool = False
+    requeue: bool = True  # whether a job may be requeued by its owner; otherwise a follow-up job is chained
+    mpi: str = "pmi2"  # srun --mpi
+    directives: list[str] = []  # stated for every component, without '#SBATCH '
+    interface: str = ""
+    modules: list[str] = []
+    env: dict[str, str] = {}  # for every role
+    env_multi_node: dict[str, str] = {}  # in addition when a role spans nodes
+    python: PythonConfig = PythonConfig()
+    proxy: str = ""

@@ -1,0 +1,49 @@
+"""Implementations by name: entry points of the group `miles_hpc` ("kind:name"), or a dotted path "module:attribute"."""
+
+from __future__ import annotations
+
+import importlib
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any
+
+from miles_hpc.core.errors import UserError
+
+__all__ = ["names", "resolve"]
+
+# What ships with the project; also found when it runs from a source tree whose metadata is older.
+_BUILTIN = {
+    "environment:shell": "miles_hpc.rollout.environments.shell:ShellEnvironment",
+    "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
+    "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",
+    "backend:fsdp": "miles_hpc.trainer.fsdp:FsdpBackend",
+}
+
+
+def names(kind: str) -> list[str]:
+    """All known names of a kind, sorted."""
+    found = {k.split(":", 1)[1] for k in _BUILTIN if k.startswith(f"{kind}:")}
+    for entry in entry_points(group="miles_hpc"):
+        if entry.name.startswith(f"{kind}:"):
+            found.add(entry.name.split(":", 1)[1])
+    return sorted(found)
+
+
+def resolve(kind: str, name: str) -> Any:
+    """The object registered as `name`, imported now. Raises UserError with the nearest name."""
+    target = _BUILTIN.get(f"{kind}:{name}")
+    if target is None:
+        for entry in entry_points(group="miles_hpc"):
+            if entry.name == f"{kind}:{name}":
+                return entry.load()
+    if target is None and ":" in name:
+        target = name
+    if target is None:
+        near = get_close_matches(name, names(kind), 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"no {kind} named '{name}': expected one of {', '.join(names(kind))} or module:attribute{hint}")
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{kind} '{name}': can't load {target}: {error}") from error

@@ -1,0 +1,73 @@
+"""Events: one JSON-lines file per process below events/, appended line by line, read by watch and report.
+
+Kinds, told apart by `kind`:
+
+    metric   {"step": 7, "values": {"rollout/raw_reward": 0.4, "perf/step_time": 1.2, ...}}
+    span     {"name": "generate", "start": <epoch s>, "end": <epoch s>, "step": 7}
+    verdict  {"name": "lost", "peer": "...", "evidence": "..."}        what the run decided, and why
+    note     {"name": "allocation", ...}                               start, end, evaluation, resume
+
+Every line carries `t` (epoch seconds), `term`, `process`. A line that was cut off by a kill is skipped by readers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["EventLog", "read_events"]
+
+
+class EventLog:
+    """Appends events of one process. Not thread-safe beyond single writes, which are one write() call each."""
+
+    def __init__(self, folder: Path, process: str, term: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.process = process
+        self.term = term
+        self._fd = os.open(folder / f"{process}.t{term:06d}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append one event; values must be JSON."""
+        line = {"t": round(time.time(), 4), "term": self.term, "process": self.process, "kind": kind, **fields}
+        os.write(self._fd, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+
+    def metric(self, step: int, values: dict[str, float]) -> None:
+        self.emit("metric", step=step, values=values)
+
+    def verdict(self, name: str, **fields: Any) -> None:
+        self.emit("verdict", name=name, **fields)
+
+    def note(self, name: str, **fields: Any) -> None:
+        self.emit("note", name=name, **fields)
+
+    @contextmanager
+    def span(self, name: str, **fields: Any) -> Iterator[None]:
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.emit("span", name=name, start=round(start, 4), end=round(time.time(), 4), **fields)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All events of a run, ordered by time. Lines that don't parse (cut off by a kill) are left out."""
+    events: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "kind" in event and "t" in event:
+                events.append(event)
+    events.sort(key=lambda e: float(e["t"]))
+    return events

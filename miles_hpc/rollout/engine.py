@@ -1,0 +1,89 @@
+"""The engine contract: one inference instance over one or more devices, as the rollout host uses it.
+
+| promise | |
+|---|---|
+| tokens | takes and returns token ids; tokenisation isn't an engine's business |
+| log-probs | of the sampled tokens, under the distribution after temperature, in float32 |
+| versions | every sampled token says under which weight version it was sampled |
+| sync | a version is served only after its digests, computed from the live parameters, equal the source's |
+| update under way | `sync` pauses between two tokens; requests go on with their old KV cache, and their spans say so |
+| sessions | a session's earlier tokens may be reused from its KV cache; `end_session` frees them |
+| routed experts | row i is the routing of token i as an input, never recomputed under newer weights |
+| abort | an aborted request answers with what it has and FinishReason.ABORT |
+
+All methods are coroutines of one event loop; none blocks it. Raises what `Transport` calls raise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_hpc.core.messages import EngineDescription, WeightsSynced
+from miles_hpc.core.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
+
+__all__ = ["Generation", "RolloutEngine"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request returned. N is the number of output tokens."""
+
+    output_ids: npt.NDArray[np.int32]  # [N]
+    log_probs: npt.NDArray[np.float32]  # [N]
+    versions: tuple[VersionSpan, ...]  # cover [0, N)
+    finish_reason: FinishReason
+    routed_experts: npt.NDArray[np.unsignedinteger] | None  # [rows, moe_layers, top_k]; None for dense models
+    cached_tokens: int
+
+
+class RolloutEngine(ABC):
+    """One engine. See the module's table for what it promises."""
+
+    name: str
+
+    @abstractmethod
+    async def describe(self) -> EngineDescription:
+        """Shape, slots and current version."""
+
+    @abstractmethod
+    async def generate(
+        self,
+        request_id: str,
+        session_id: str,
+        input_ids: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        routed_experts_start: int,
+        deadline_s: float,
+    ) -> Generation:
+        """Continue `input_ids` [n_input]. Routed-expert rows start at `routed_experts_start`."""
+
+    @abstractmethod
+    async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
+        """Log-probs of tokens[:, 1:] given what precedes them: [n, length] -> [n, length - 1]. Temperature 1."""
+
+    @abstractmethod
+    async def end_session(self, session_id: str) -> None:
+        """Free what is kept for this session; unknown sessions are fine."""
+
+    @abstractmethod
+    async def abort(self, request_id: str = "") -> None:
+        """Abort one request, or all when empty."""
+
+    @abstractmethod
+    async def sync(
+        self, version: WeightVersion, source: str, plan_digest: bytes, *, deadline_s: float
+    ) -> WeightsSynced:
+        """Fetch `version` from the weight source, load it, verify the digests of the live parameters.
+
+        Raises IntegrityError (as RemoteError's kind) when they differ; the engine then holds no version and serves
+        nothing until a sync succeeds.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of the engine; its process is ended by its agent."""

@@ -1,0 +1,71 @@
+"""The environment contract: what a task is, what one turn does, what it is worth.
+
+An environment runs in the rollout host (no torch). It is stateless itself; what a trajectory needs lives in its
+`Episode`. Real commands run on sandbox hosts through the `Sandboxes` that it is given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from miles_hpc.core.messages import SandboxResult
+from miles_hpc.core.types import ChatMessage, Prompt
+
+__all__ = ["Environment", "Episode", "Sandboxes", "Turn"]
+
+
+class Sandboxes(Protocol):
+    """Isolated working folders somewhere; every call has a deadline of its own."""
+
+    async def create(self, sandbox_id: str, files: dict[str, str]) -> None: ...
+
+    async def execute(self, sandbox_id: str, command: str) -> SandboxResult: ...
+
+    async def destroy(self, sandbox_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the environment says to one assistant message.
+
+    With `done` the trajectory ends with `reward`; otherwise `messages` are appended and the model goes on.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    done: bool = False
+    reward: float = 0.0
+
+
+class Episode(ABC):
+    """One trajectory's state in its environment. Used by one task at a time."""
+
+    @abstractmethod
+    async def step(self, text: str) -> Turn:
+        """The assistant said `text`. May run commands; bounded by the sandbox's limits."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free everything; idempotent, called on every path."""
+
+    def demonstrate(self) -> str | None:
+        """The next assistant message of a scripted demonstration; None when the demonstration ends.
+
+        Seeded by the prompt. Environments without demonstrations return None at once.
+        """
+        return None
+
+
+class Environment(ABC):
+    """A family of tasks."""
+
+    name: str
+
+    @abstractmethod
+    def prompt(self, seed: int, *, split: str) -> Prompt:
+        """The task of this seed; pure. `split` is train, eval or demo; equal seeds of two splits share no task."""
+
+    @abstractmethod
+    def start(self, prompt: Prompt, sandboxes: Sandboxes, *, episode_id: str, seed: int) -> Episode:
+        """A new episode; `episode_id` is unique in the run. Doesn't block: work starts with the first step."""
