@@ -40,6 +40,7 @@ class PeerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # unique within the run: role-host-rank
     host: str
     pid: int
+    attempt: int  # which Slurm start of the run this process belongs to
     term: int
     incarnation: int = 0  # which start of this role within the term; newer ones fence older ones
     rank: int = 0
@@ -49,7 +50,8 @@ class PeerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class Credentials:
     """What a process needs to join: the run's secret and who it says it is.
 
-    The term is part of the handshake's transcript: peers of different terms don't authenticate.
+    Attempt and term are part of the handshake's transcript. A listener refuses peers of another attempt always,
+    and of another term unless it was opened with `any_term`.
     """
 
     secret: bytes
@@ -109,13 +111,15 @@ class Transport(ABC):
         bind: str = "127.0.0.1",
         on_connect: Callable[[Endpoint], Awaitable[None]] | None = None,
         on_close: Callable[[Endpoint], Awaitable[None]] | None = None,
+        any_term: bool = False,
     ) -> Listener:
         """Bind a port chosen by the system on address `bind`, then accept.
 
         `on_connect` runs after authentication and before any message of that endpoint is handled; raising in it
-        refuses the peer. `on_close` runs once per accepted endpoint.
+        refuses the peer. `on_close` runs once per accepted endpoint. A peer of another term is refused with a
+        FencedError on its side unless `any_term` is set (an engine outlives terms; its host's agent adopts new ones).
         """
 
     @abstractmethod
     async def connect(self, address: str, handler: Handler | None = None, *, deadline_s: float) -> Endpoint:
-        """Connect and authenticate. Raises DeadlineExpired, AuthenticationError, PeerLost."""
+        """Connect and authenticate. Raises DeadlineExpired, AuthenticationError, FencedError, PeerLost."""
