@@ -59,7 +59,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def pack(views: Sequence[memoryview], buffer: bytearray | memoryview) -> memoryview:
-    """Copy `views` one after the other into `buffer` and return the filled part. Raises ValueError if it's too small."""
+    """Copy `views` one after the other into `buffer` and return the filled part; ValueError if it is too small."""
     target = memoryview(buffer)
     total = sum(view.nbytes for view in views)
     if total > target.nbytes:
