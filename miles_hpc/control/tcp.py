@@ -44,6 +44,7 @@ from miles_hpc.core.errors import (
     UserError,
 )
 from miles_hpc.core.transport import Buffer, Credentials, Handler, Listener, Transport
+from miles_hpc.core.version import PROTOCOL_VERSION
 
 __all__ = ["TcpTransport"]
 
@@ -316,7 +317,9 @@ class TcpListener(Listener):
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 _no_delay(sock)
-                acceptor = Acceptor(self._transport.credentials, any_term=self._any_term)
+                acceptor = Acceptor(
+                    self._transport.credentials, any_term=self._any_term, version=self._transport.version
+                )
                 await _write(sock, acceptor.challenge(await _read(sock)))
                 if acceptor.error is not None:
                     raise acceptor.error
@@ -348,9 +351,12 @@ class TcpListener(Listener):
 class TcpTransport(Transport):
     """TCP with the shared handshake and frames. Addresses look like tcp://host:port, tcp://[::1]:port for IPv6."""
 
-    def __init__(self, credentials: Credentials, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
+    ) -> None:
         self.credentials = credentials
         self.limits = limits or Limits()
+        self.version = version
 
     async def listen(
         self,
@@ -389,7 +395,7 @@ class TcpTransport(Transport):
     async def _connect(self, address: str, handler: Handler | None) -> TcpEndpoint:
         sock = await _open_socket(address)
         try:
-            dialer = Dialer(self.credentials)
+            dialer = Dialer(self.credentials, version=self.version)
             try:
                 await _write(sock, dialer.opening())
                 proof = dialer.proof(await _read(sock))
