@@ -379,17 +379,22 @@ class SandboxHostStatus(Message, frozen=True, kw_only=True):
 
 
 class RestartHost(Message, frozen=True, kw_only=True):
-    """Start a fresh agent for `role` on `host`; the old one was declared lost."""
+    """Start a fresh agent for `role` on `host`; the one of `incarnation` was declared lost.
+
+    Ignored when a newer incarnation was started there already.
+    """
 
     role: str
     host: str
+    incarnation: int
     reason: str
 
 
 class RestartRole(Message, frozen=True, kw_only=True):
-    """End the role's step and start it anew on the same nodes."""
+    """End the role's step and start it anew on the same nodes. Ignored when it is newer than `incarnation` already."""
 
     role: str
+    incarnation: int
     reason: str
 
 
