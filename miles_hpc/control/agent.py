@@ -1,9 +1,8 @@
-"""The agent: one torch-free process per node (per rank in the trainer group) that owns the heavy ones and holds a lease.
+"""The agent: one torch-free process per node (per rank in the trainer group); it owns the heavy ones and holds a lease.
 
-                    ┌──────────── newer term within the lease ────────────┐
-                    ▼                                                     │
-    find controller ─▶ connect ─▶ app.joined ─▶ heartbeat every interval ─┴─ endpoint lost ─▶ lease over ─▶ app.close, exit
-                                                (each answer renews the lease)
+                  ┌───────────── controller found within the lease ────────────┐
+                  ▼                                                            │
+    find controller ─▶ connect ─▶ app.joined ─▶ heartbeat, renews the lease ─▶ lost ─▶ lease over ─▶ app.close, exit
 
 | who waits | for whom | bound |
 |---|---|---|

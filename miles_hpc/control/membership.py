@@ -3,8 +3,8 @@
     terms/000003/rendezvous/controller.json        made by the controller of term 3
     terms/000003/rendezvous/sandbox-<host>.json    made by each sandbox host when it has joined term 3
 
-An agent belongs to one attempt. It adopts the newest term of its attempt; when the newest term belongs to a newer attempt,
-the job was started elsewhere and the agent is fenced.
+An agent belongs to one attempt. It adopts the newest term of its attempt; when a newer attempt exists, the job was
+started elsewhere and the agent is fenced.
 """
 
 from __future__ import annotations

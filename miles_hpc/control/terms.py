@@ -1,4 +1,4 @@
-"""Terms: who may publish. Each start of a controller claims the next term by mkdir; a newer claim fences all older ones.
+"""Terms: who may publish. Each start of a controller claims the next term by mkdir; a newer claim fences older ones.
 
     terms/000001/ claim.json   attempt, host, pid, time
     terms/000002/ ...          exists  =>  whatever runs under term 1 stops at its next check
