@@ -22,8 +22,20 @@ class DurableJournal:
         """Position after everything that is durable now."""
         return self._writer.offset
 
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was handed in is durable."""
+        return not self._waiting and (self._pump is None or self._pump.done())
+
+    async def flush(self) -> None:
+        """Wait until the journal is idle."""
+        while self._pump is not None and not self._pump.done():
+            await asyncio.shield(self._pump)
+
     async def append(self, *records: Record) -> None:
         """Make these records durable. Raises OSError when storage refuses them."""
+        if not records:
+            return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((records, future))
         if self._pump is None or self._pump.done():

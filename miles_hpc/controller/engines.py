@@ -68,7 +68,7 @@ class EngineFleet:
         self._changed = changed
         self._engines: dict[str, _Engine] = {}
         self._wanted: tuple[WeightsStaged, Probe | None] | None = None
-        self.records: list[SyncRecord] = []
+        self._records: list[SyncRecord] = []
 
     # ------------------------------------------------------------------------------------------ roster
 
@@ -102,9 +102,20 @@ class EngineFleet:
         held = (n for n, e in self._engines.items() if e.status.version is not None)
         return sorted(n for n in held if version is None or self._engines[n].status.version == version)
 
-    def slots(self, host: str) -> int:
-        """Generation slots of a host's engines that hold a version."""
-        return sum(e.status.slots for e in self._engines.values() if e.host == host and e.status.version is not None)
+    def slots(self, host: str, *, serving: bool = True) -> int:
+        """Generation slots of a host's engines; with `serving` only of those that hold a version."""
+        mine = (e.status for e in self._engines.values() if e.host == host)
+        return sum(s.slots for s in mine if s.version is not None or not serving)
+
+    def oldest_step(self) -> int | None:
+        """Step of the oldest weights that an engine of this term's fleet serves; None when none serves."""
+        steps = [e.status.version.step for e in self._engines.values() if e.status.version is not None]
+        return min(steps, default=None)
+
+    def take_records(self) -> list[SyncRecord]:
+        """The syncs since the last call."""
+        taken, self._records = self._records, []
+        return taken
 
     @property
     def count(self) -> int:
@@ -176,7 +187,7 @@ class EngineFleet:
         if probe is not None:
             difference = await self._probe(name, endpoint, staged.version, probe)
         record = SyncRecord(name, reply.version, reply.total_s, reply.paused_s, difference)
-        self.records.append(record)
+        self._records.append(record)
         self._events.verdict(
             "engine_synced",
             peer=name,

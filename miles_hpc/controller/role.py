@@ -5,7 +5,7 @@
         └──── trainer lost ────────┘ └─ fenced ─▶ exit 75
 
 A trainer that was lost takes its optimizer state with it, so the run goes back to the newest manifest. Weight versions
-are never reused, hence a new term; agents follow it, engines keep running and get the older weights under a new version.
+are never reused, hence a new term; agents follow it, engines keep running and get the older weights as a new version.
 """
 
 from __future__ import annotations

@@ -90,7 +90,11 @@ class Scores(Message, frozen=True, kw_only=True):
 
 
 class GenerateGroup(Message, frozen=True, kw_only=True):
-    """Sample one group. Acknowledged at once; the result is a GroupDone later."""
+    """Sample one group. Acknowledged at once; the result is a GroupDone later.
+
+    A prompt without messages is made by the host from its seed: the environment's own task of that seed, in the
+    split that the purpose names.
+    """
 
     group_id: int
     attempt: int
@@ -137,6 +141,7 @@ class GroupFailed(Message, frozen=True, kw_only=True):
 
     group_id: int
     attempt: int
+    purpose: GroupPurpose
     reason: str
 
 
