@@ -123,8 +123,12 @@ class Slurm:
 
     def steps(self, job_id: int) -> list[Step]:
         """Steps that srun started and that run now, over all components."""
+        # squeue --steps takes a leader's id for its own component only.
+        ids = ",".join(str(component.job_id) for component in self.components(job_id) if component.active)
+        if not ids:
+            return []
         try:
-            answer = self._run("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--format=%i|%N|%j")
+            answer = self._run("squeue", "--steps", "--noheader", f"--jobs={ids}", "--format=%i|%N|%j")
         except SlurmError as error:
             if "Invalid job id" in str(error):
                 return []
