@@ -40,6 +40,7 @@ ROLES = ("trainer", "rollout", "sandbox")
 #: Verdicts that tell of something that broke or was undone.
 FAULTS = frozenset({"lost", "fenced", "rollback"})
 
+_FAILED = frozenset({"failed", "error", "cancelled"})
 _ROLE = re.compile("|".join((*ROLES, "controller", "supervisor")))
 
 
@@ -70,6 +71,11 @@ class Allocation:
     reason: str
     time_limit_s: float | None
     hosts: Mapping[str, tuple[str, ...]]  # by role
+
+    @property
+    def failed(self) -> bool:
+        """Whether it says that it ended for good without finishing the run."""
+        return self.outcome.lower() in _FAILED
 
     @property
     def closed(self) -> float:
