@@ -95,7 +95,8 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
         if not panel.ready(story):
             missing.append(panel.missing)
             continue
-        figure = {"title": panel.title, "caption": _CAPTIONS[panel.key], "alt": f"Chart: {panel.title}", "narrow": ""}
+        figure = {"title": panel.title, "caption": _CAPTIONS[panel.key], "narrow": ""}
+        figure["alt"] = f"Chart: {panel.title}. {_CAPTIONS[panel.key]} The numbers are in the tables."
         small = _data_uri(render_panel(panel, story, cap, width_in=5.0, height_in=3.4))
         if panel.wide:
             figure["image"] = _data_uri(render_panel(panel, story, cap, width_in=10.4, height_in=4.0))
@@ -199,11 +200,12 @@ def _summary(story: RunStory) -> str:
     if story.first_t is None:
         return "No events were written yet."
     started = time.strftime("%Y-%m-%d %H:%M", time.gmtime(story.first_t))
-    n, faults = len(story.allocations), sum(v.name == "lost" for v in story.verdicts)
-    parts = [f"Started {started} UTC", f"{n} allocation{'s' * (n != 1)}", f"{duration(story.wall_s)} of wall time"]
-    if faults:
-        parts.append(f"{faults} loss{'es' * (faults != 1)} survived" if story.complete else f"{faults} lost")
-    return ", ".join(parts) + "."
+    nodes = f" on {_nodes(story.allocations[-1])} nodes" if story.allocations and story.allocations[-1].hosts else ""
+    return f"Started {started} UTC{nodes}, {_count(len(story.allocations), 'allocation')}, {duration(story.wall_s)}."
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
@@ -231,19 +233,14 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
         lost, twice = (str(audit[k]) if k in audit else "?" for k in ("lost", "twice"))
         cards.append({"label": "Lost / trained twice", "value": f"{lost} / {twice}", "detail": "groups, by audit"})
     waited = sum(b.start - a.closed for a, b in story.gaps())
-    cards.append(
-        {
-            "label": "Wall time",
-            "value": duration(story.wall_s),
-            "detail": f"{duration(waited)} of it between allocations" if waited > 0 else "",
-        }
-    )
-    nodes = f"{_nodes(story.allocations[-1])}" if story.allocations else ""
-    cards.append({"label": "Allocations", "value": str(len(story.allocations)), "detail": nodes})
+    detail = _count(len(story.allocations), "allocation") if story.allocations else ""
+    detail += f", {duration(waited)} between them" if waited > 0 else ""
+    cards.append({"label": "Wall time", "value": duration(story.wall_s), "detail": detail})
     redone = len({s.step for s in story.superseded})
     if story.faults or redone:
         lost = sum(v.name == "lost" for v in story.verdicts)
-        cards.append({"label": "Faults", "value": f"{lost} lost", "detail": f"{redone} steps undone and trained again"})
+        detail = f"{_count(redone, 'step')} undone" if redone else "no step undone"
+        cards.append({"label": "Processes lost", "value": str(lost), "detail": detail})
     return cards
 
 
@@ -272,9 +269,8 @@ def _kinds(story: RunStory) -> dict[str, Any]:
 
 
 def _nodes(allocation: Allocation) -> str:
-    """`1 trainer, 2 rollout, 1 sandbox node(s)` without names."""
-    counts = [f"{len(hosts)} {role}" for role, hosts in allocation.hosts.items() if hosts]
-    return ", ".join(counts) + (" nodes" if counts else "")
+    """`1 trainer, 2 rollout, 1 sandbox`: counts of nodes, without names."""
+    return ", ".join(f"{len(hosts)} {role}" for role, hosts in allocation.hosts.items() if hosts)
 
 
 def _allocations(story: RunStory, hosts: HostNames) -> list[dict[str, str]]:
@@ -301,7 +297,7 @@ def _allocations(story: RunStory, hosts: HostNames) -> list[dict[str, str]]:
 def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
     rows: list[tuple[float, bool, str]] = []
     for a in story.allocations:
-        rows.append((a.start, False, f"Allocation {a.attempt} starts" + (f" with {_nodes(a)}" if a.hosts else "")))
+        rows.append((a.start, False, f"Allocation {a.attempt} starts" + (f": {_nodes(a)} nodes" if a.hosts else "")))
         if a.end is not None:
             rows.append((a.end, a.failed, f"Allocation {a.attempt} ends: {a.outcome}{': ' * bool(a.reason)}{a.reason}"))
     for e in story.evaluations:

@@ -1,7 +1,7 @@
 """The pictures of a report: one function per panel that draws a RunStory into matplotlib axes.
 
-A panel knows whether there is anything to draw (`ready`) and what is missing otherwise. Colours are those of Okabe
-and Ito (2008), told apart by readers with colour-vision deficiency; lines differ in style as well where several cross.
+A panel knows whether there is anything to draw (`ready`) and what is missing otherwise. Lines differ in style as well
+as in colour where several cross.
 """
 
 from __future__ import annotations
@@ -12,48 +12,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_hpc.cli.story import ROLES, RunStory, Verdict
+from miles_hpc.cli.report_axes import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    STYLE,
+    fault_marks,
+    legend,
+    range_of,
+    smooth,
+    step_axis,
+)
+from miles_hpc.cli.story import ROLES, RunStory
 from miles_hpc.cli.wording import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PANELS", "Panel", "render_all", "render_panel", "smooth"]
-
-BLUE, SKY, GREEN, ORANGE, RED, PURPLE, YELLOW = (
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#E69F00",
-    "#D55E00",
-    "#CC79A7",
-    "#F0E442",
-)
-INK, GREY, BAND = "#222222", "#6b7280", "#eef2f6"
-
-_FAULT_WORDS = {"lost": "lost", "rollback": "went back", "fenced": "fenced"}
-
-_STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9aa3ad",
-    "axes.labelcolor": INK,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e3e7ec",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#4b5563",
-    "ytick.color": "#4b5563",
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
-    "legend.fontsize": 9.5,
-    "legend.frameon": False,
-}
+__all__ = ["PANELS", "Panel", "render_all", "render_panel"]
 
 
 @dataclass(frozen=True)
@@ -68,23 +49,12 @@ class Panel:
     wide: bool = False
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Centred mean over a tenth of the series (3 to 51 values, odd), over fewer at its ends; NaN is left out."""
-    half = min(25, max(1, len(values) // 20))
-    means = []
-    for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
-        means.append(sum(window) / len(window) if window else math.nan)
-    return means
-
-
 def render_panel(panel: Panel, story: RunStory, cap: int | None, *, width_in: float, height_in: float) -> bytes:
     """One panel as PNG bytes, without its title (the page has it as text)."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width_in, height_in), dpi=160, layout="constrained", facecolor="white")
         panel.draw(figure.add_subplot(), story, cap)
         return _png(figure)
@@ -98,7 +68,7 @@ def render_all(story: RunStory, cap: int | None, title: str, subtitle: str) -> b
     panels = [p for p in PANELS if p.ready(story)]
     wide, small = [p for p in panels if p.wide], [p for p in panels if not p.wide]
     rows = len(wide) + math.ceil(len(small) / 2)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 1.1 + 3.5 * max(1, rows)), dpi=130, layout="constrained", facecolor="white")
         figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.03)  # type: ignore[union-attr, call-arg]
         figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
@@ -125,77 +95,6 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------ parts of panels
-
-
-def _legend(axes: Axes, columns: int = 3) -> None:
-    found = sorted(
-        zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: pair[1] in _FAULT_WORDS.values()
-    )
-    if found:
-        handles, labels = zip(*found, strict=True)
-        axes.legend(
-            handles,
-            labels,
-            loc="upper left",
-            bbox_to_anchor=(-0.01, -0.2),
-            ncols=columns,
-            columnspacing=1.3,
-            handlelength=1.6,
-        )
-
-
-def _step_axis(axes: Axes, story: RunStory, first: int, last: int) -> None:
-    """x axis in steps, a shaded band for every second allocation, a mark for every fault."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlim(first - 0.5, max(last, first + 1) + 0.5)
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    spans: dict[int, tuple[int, int]] = {}
-    for s in story.steps:
-        low, high = spans.get(s.attempt, (s.step, s.step))
-        spans[s.attempt] = (min(low, s.step), max(high, s.step))
-    if len(spans) > 1:
-        width = max(last, first + 1) - first + 1
-        for order, (attempt, (low, high)) in enumerate(sorted(spans.items())):
-            low, high = max(low, first), min(high, last)
-            if high < low:
-                continue
-            if order % 2:
-                axes.axvspan(low - 0.5, high + 0.5, color=BAND, zorder=0, linewidth=0)
-            share = (high - low + 1) / width
-            text = f"allocation {attempt}" if share > 0.24 else (f"{attempt}" if share > 0.04 else "")
-            where = ((low + high) / 2, 1.015)
-            axes.text(*where, text, transform=axes.get_xaxis_transform(), ha="center", fontsize=9, color=GREY)
-    marks = [(v, _step_at(story, v.t) + 0.5) for v in story.faults]
-    _fault_marks(axes, [(v, x) for v, x in marks if first <= x <= last])
-
-
-def _fault_marks(axes: Axes, faults: list[tuple[Verdict, float]]) -> None:
-    for name, marker, colour in (("lost", "v", RED), ("rollback", "<", PURPLE), ("fenced", "x", INK)):
-        at = [x for v, x in faults if v.name == name]
-        if not at:
-            continue
-        top = axes.get_xaxis_transform()
-        for x in at:
-            axes.axvline(x, color=colour, linewidth=1, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
-        style: dict[str, Any] = {"marker": marker, "linestyle": "none", "markersize": 7, "color": colour}
-        axes.plot(at, [0.97] * len(at), transform=top, label=_FAULT_WORDS[name], zorder=5, **style)
-
-
-def _step_at(story: RunStory, t: float) -> int:
-    """The step last finished at `t`, in the lineage of that moment."""
-    done = [s for s in story.steps + story.superseded if s.t <= t]
-    return max(done, key=lambda s: s.t).step if done else 0
-
-
-def _range_of(story: RunStory, names: tuple[str, ...], phase: str = "") -> tuple[int, int]:
-    """First and last step at which any of these metrics was recorded."""
-    steps = [s.step for s in story.steps if phase in ("", s.phase) and any(n in s.values for n in names)]
-    return (steps[0], steps[-1]) if steps else (1, 1)
-
-
 def _has(*names: str) -> Callable[[RunStory], bool]:
     return lambda story: any(n in s.values for s in story.steps for n in names)
 
@@ -218,24 +117,25 @@ def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
         style: dict[str, Any] = {"marker": "D", "linestyle": "none", "markersize": 8, "zorder": 6}
         at = [e.step for e in evaluations], [e.mean for e in evaluations]
         axes.plot(*at, color=INK, markeredgecolor="white", label="held-out evaluation", **style)
-    low, high = axes.get_ylim()
     for e in evaluations:
         right = e.step > (first + last) / 2
-        up = (e.mean - low) / (high - low) < 0.15
         axes.annotate(
-            f"{e.when.replace('_', ' ')} {e.mean:.2f}",
+            f"{e.when.replace('_', ' ')}\n{e.mean:.2f}",
             (e.step, e.mean),
-            xytext=(-10 if right else 10, 14 if up else -19),
+            xytext=(9 if right else -9, 0),
             textcoords="offset points",
-            ha="right" if right else "left",
+            ha="left" if right else "right",
+            va="center",
             fontweight="bold",
             color=INK,
         )
     axes.set_ylabel("reward")
-    _step_axis(axes, story, first, last)
+    step_axis(axes, story, first, last)
+    width_in = axes.figure.get_figwidth()  # type: ignore[union-attr]
     if evaluations:
-        axes.set_xlim(first - 0.02 * (last - first) - 1, last + 0.02 * (last - first) + 1)
-    _legend(axes, 5 if axes.get_window_extent().width / axes.figure.dpi > 7 else 3)  # type: ignore[union-attr]
+        margin = (last - first + 1) * 0.65 / (width_in - 1.8)  # room for the labels beside the first and last mark
+        axes.set_xlim(first - margin, last + margin)
+    legend(axes, 5 if width_in > 7 else 3)
 
 
 def _kinds(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -250,8 +150,8 @@ def _kinds(axes: Axes, story: RunStory, cap: int | None) -> None:
     if len(names) > 1 and all(0 <= v <= 1 for n in names for v in story.series(n)[1]):
         axes.set_ylim(0, 1.06)
     axes.set_ylabel("reward, smoothed")
-    _step_axis(axes, story, *_range_of(story, tuple(names)))
-    _legend(axes, 4)
+    step_axis(axes, story, *range_of(story, tuple(names)))
+    legend(axes, 4)
 
 
 def _sft(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -261,7 +161,7 @@ def _sft(axes: Axes, story: RunStory, cap: int | None) -> None:
     if finite and min(finite) >= 0:
         axes.set_ylim(0, max(finite) * 1.08 or 1)
     axes.set_ylabel("loss")
-    _step_axis(axes, story, *_range_of(story, ("train/loss",), "sft"))
+    step_axis(axes, story, *range_of(story, ("train/loss",), "sft"))
 
 
 def _staleness(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -281,8 +181,8 @@ def _staleness(axes: Axes, story: RunStory, cap: int | None) -> None:
         largest = max(largest, cap)
     axes.set_ylim(0, largest * 1.15)
     axes.set_ylabel("steps behind at use")
-    _step_axis(axes, story, *_range_of(story, names))
-    _legend(axes, 4)
+    step_axis(axes, story, *range_of(story, names))
+    legend(axes, 5)
 
 
 _PARTS = (
@@ -324,8 +224,8 @@ def _step_time(axes: Axes, story: RunStory, cap: int | None) -> None:
         words = f"{cut} cut, longest {duration(tops[-1])}"
         axes.text(0.99, 0.9, words, transform=axes.transAxes, ha="right", fontsize=9, color=INK)
     axes.set_ylabel("seconds per step")
-    _step_axis(axes, story, steps[0].step, steps[-1].step)
-    _legend(axes)
+    step_axis(axes, story, steps[0].step, steps[-1].step)
+    legend(axes)
 
 
 def _idle(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -350,7 +250,7 @@ def _idle(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("idle share of the role's time, percent")
-    _legend(axes, 3)
+    legend(axes, 3)
 
 
 def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -368,8 +268,8 @@ def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.axhline(1e-5, color=RED, linestyle="--", linewidth=1.4, label="1e-5")
     axes.set_ylim(floor / 2, max([*positive, 1e-5]) * 4)
     axes.set_ylabel("log-prob difference")
-    _step_axis(axes, story, *_range_of(story, (name,)))
-    _legend(axes)
+    step_axis(axes, story, *range_of(story, (name,)))
+    legend(axes, 4)
 
 
 def _replay_percent(story: RunStory) -> tuple[list[int], list[float]]:
@@ -387,8 +287,8 @@ def _replay(axes: Axes, story: RunStory, cap: int | None) -> None:
     lowest = min((v for v in values if math.isfinite(v)), default=100.0)
     axes.set_ylim(min(90.0, lowest - 4), 101.5)
     axes.set_ylabel("percent replayed")
-    _step_axis(axes, story, steps[0], steps[-1])
-    _legend(axes)
+    step_axis(axes, story, steps[0], steps[-1])
+    legend(axes)
 
 
 def _clock(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -432,8 +332,8 @@ def _clock(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_ylim(0, max(story.total_steps or 0, story.current_step, 1) * 1.08)
     axes.set_ylabel("optimizer step")
     axes.set_xlabel(f"{name} since the run's first event")
-    _fault_marks(axes, [(v, x(v.t)) for v in story.faults])
-    _legend(axes)
+    fault_marks(axes, [(v, x(v.t)) for v in story.faults])
+    legend(axes)
 
 
 #: In the order of the page.

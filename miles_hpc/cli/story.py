@@ -119,16 +119,16 @@ class Verdict:
             case "lost":
                 words = f"lost {who}{evidence}"
             case "joined":
-                words = f"{who} joined{evidence}"
+                words = f"joined: {who}{evidence}"
             case "fenced":
-                words = f"{who} fenced by a newer term{evidence}"
+                words = f"fenced by a newer term: {who}{evidence}"
             case "rollback":
                 words = f"went back to step {f.get('to_step', '?')}{evidence}"
             case "dropped":
                 words = f"dropped group {f.get('group_id', '?')}: {f.get('reason', 'no reason given')}"
             case "engine_synced":
                 version = f.get("version", "")
-                words = f"{who} holds the new weights{f' {version}' if version else ''}"
+                words = f"weights {version} verified on {who}" if version else f"weights verified on {who}"
             case _:
                 rest = ", ".join(f"{k} {v}" for k, v in f.items())
                 words = f"{self.name.replace('_', ' ')}{f': {rest}' if rest else ''}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miles_hpc.cli.story import (
+    FAULTS,
     ROLES,
     Allocation,
     Evaluation,
@@ -142,7 +143,7 @@ class StoryReducer:
             Verdict(t, _attempt(allocations, term, t), process, name, fields)
             for t, term, process, name, fields in self._verdicts
         ]
-        verdicts.sort(key=lambda v: (v.t, v.process, v.name, str(v.fields)))
+        verdicts.sort(key=lambda v: (v.t, v.name not in FAULTS, v.process, v.name, str(v.fields)))
         complete = self._complete
         if complete and allocations and allocations[-1].start > _time_of(complete):
             complete = {}  # it was taken up again, with more steps to do

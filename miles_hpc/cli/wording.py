@@ -78,4 +78,4 @@ class HostNames:
                 return words
             return f"{prefix} on {words}"
 
-        return _ADDRESS.sub("(address)", self._pattern.sub(label, text) if self._pattern else text)
+        return _ADDRESS.sub("an address", self._pattern.sub(label, text) if self._pattern else text)
