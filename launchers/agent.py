@@ -25,12 +25,12 @@ def main() -> int:
 
     from miles_hpc.control.agent import Agent, AgentApp, AgentIdentity
     from miles_hpc.control.auth import load_secret
-    from miles_hpc.core.load import load_resolved
+    from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
 
     try:
         paths = RunPaths(args.run_dir.resolve())
-        run, site = load_resolved(paths)
+        run, site = load_prepared(paths.root)
         secret = load_secret(paths.secret)
         rank = env.read("PMI_RANK") if args.host_prefix else env.read("SLURM_PROCID")
         host = args.host or (f"{args.host_prefix}{rank + 1}" if args.host_prefix else env.read("SLURMD_NODENAME"))

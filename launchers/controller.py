@@ -22,13 +22,13 @@ def main() -> int:
     from miles_hpc.control.auth import load_secret
     from miles_hpc.control.children import die_with_parent
     from miles_hpc.controller.role import ControllerRole
-    from miles_hpc.core.load import load_resolved
+    from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
 
     die_with_parent(os.getppid())
     try:
         paths = RunPaths(args.run_dir.resolve())
-        run, site = load_resolved(paths)
+        run, site = load_prepared(paths.root)
         role = ControllerRole(run, site, paths, load_secret(paths.secret), attempt=args.attempt, end_time=args.end_time)
         return asyncio.run(role.run())
     except UserError as error:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
+import time
 from pathlib import Path
 
+from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.cluster.submit import submit_prepared
 from miles_hpc.core import env, exits
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.paths import RunPaths
 
 
 def main() -> int:
@@ -17,17 +22,15 @@ def main() -> int:
     parser.add_argument("--run-dir", required=True, type=Path)
     args = parser.parse_args()
 
-    from miles_hpc.cluster.slurm import Slurm
     from miles_hpc.control.auth import load_secret
     from miles_hpc.control.terms import claim_attempt
     from miles_hpc.controller.steps import SlurmStarter
     from miles_hpc.controller.supervisor import Supervisor
-    from miles_hpc.core.load import load_resolved
-    from miles_hpc.core.paths import RunPaths
+    from miles_hpc.core.load import load_prepared
 
     try:
         paths = RunPaths(args.run_dir.resolve())
-        run, site = load_resolved(paths)
+        run, site = load_prepared(paths.root)
         secret = load_secret(paths.secret)
         job_id = env.read("SLURM_JOB_ID")
         if job_id is None:
@@ -37,22 +40,24 @@ def main() -> int:
         if attempt > run.job.max_allocations:
             raise UserError(f"allocation {attempt} is more than job.max_allocations = {run.job.max_allocations}")
         starter = SlurmStarter(run, site, paths, attempt, slurm=slurm, job_id=job_id, environ=os.environ)
-        supervisor = Supervisor(starter, secret, end_time=slurm.end_time(job_id), job_id=job_id)
+        remaining_s = slurm.remaining_s(job_id)
+        end_time = None if math.isinf(remaining_s) else time.time() + remaining_s
+        supervisor = Supervisor(starter, secret, end_time=end_time, job_id=job_id)
     except UserError as error:
         print(f"supervisor: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
     code = asyncio.run(supervisor.run())
     if code == exits.NEXT_ALLOCATION:
-        _next_allocation(slurm, site.requeue, job_id, paths.root)
+        _next_allocation(slurm, site.requeue, job_id, paths)
     return code
 
 
-def _next_allocation(slurm, requeue: bool, job_id: int, run_dir: Path) -> None:  # type: ignore[no-untyped-def]
+def _next_allocation(slurm: Slurm, requeue: bool, job_id: int, paths: RunPaths) -> None:
     """Requeue this job, or hand in its script again where the site doesn't let users requeue."""
     if requeue:
         slurm.requeue(job_id)  # Slurm ends this script now
     else:
-        print(f"supervisor: next allocation is job {slurm.submit(run_dir / 'job.sbatch')}", flush=True)
+        print(f"supervisor: next allocation is job {submit_prepared(paths, slurm)}", flush=True)
 
 
 if __name__ == "__main__":

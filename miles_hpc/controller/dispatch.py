@@ -1,4 +1,4 @@
-"""Giving work to rollout hosts and taking it back: training groups through the buffer, demonstrations and evaluations beside it.
+"""Giving work to rollout hosts and taking it back: training groups through the buffer, other episodes beside it.
 
     source ─▶ buffer.admit ─▶ start(host) ─▶ GenerateGroup ─▶ … ─▶ GroupDone ─▶ buffer.own ─▶ journal ─▶ Ack
 
@@ -153,7 +153,7 @@ class Dispatcher:
         self._events.verdict("group_failed", peer=peer.name, group_id=message.group_id, evidence=message.reason)
         if purpose is GroupPurpose.TRAIN:
             records = self._buffer.fail(message.group_id, message.attempt, message.reason)
-            for record in records:
+            if records:
                 self._events.verdict("set_aside", group_id=message.group_id, reason=message.reason)
             await self._journal.append(*records)
         else:
@@ -172,7 +172,7 @@ class Dispatcher:
                 self._retry(side, f"{host} lost")
         self._wake.set()
 
-    # ------------------------------------------------------------------------------------------ demonstrations, evaluation
+    # ------------------------------------------------------------------------------------------ other episodes
 
     async def collect(self, purpose: GroupPurpose, n: int) -> list[GroupSummary]:
         """n single-trajectory groups of this purpose, in order of their number."""

@@ -6,24 +6,23 @@ that a newer agent of a host always has the higher number and fences the one bef
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_hpc.cluster.placement import het_group_hosts, role_srun_args
+from miles_hpc.cluster.hetjob import job_roles
+from miles_hpc.cluster.placement import het_group_hosts, role_srun_args, step_environ
+from miles_hpc.cluster.site import role_python
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
 
-__all__ = ["ROLES", "LocalStarter", "SlurmStarter", "Step", "StepStarter"]
-
-#: In the order of the job's het groups.
-ROLES = ("trainer", "rollout", "sandbox")
+__all__ = ["LocalStarter", "SlurmStarter", "Step", "StepStarter"]
 
 
 @dataclass
@@ -37,13 +36,6 @@ class Step:
     process: ChildProcess
 
 
-def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
-    """The interpreter of a role: the run file's, else the site's, else this one."""
-    own: str = getattr(run.python, role)
-    from_site: str = getattr(site.python, role)
-    return own or from_site or sys.executable
-
-
 class StepStarter(ABC):
     """Knows the hosts of each role and how to start agents on them."""
 
@@ -52,6 +44,7 @@ class StepStarter(ABC):
         self.site = site
         self.paths = paths
         self.attempt = attempt
+        self.roles = tuple(job_roles(run))
 
     @abstractmethod
     def hosts(self, role: str) -> tuple[str, ...]:
@@ -109,16 +102,23 @@ class SlurmStarter(StepStarter):
     def start(self, role: str, hosts: Sequence[str], incarnation: int) -> list[Step]:
         name = f"{role}-a{self.attempt}-i{incarnation}"
         whole = tuple(hosts) == self.hosts(role)
+        logs = self.paths.logs(self.attempt)
         srun = role_srun_args(
-            self.run, self.site, role, name=name, hosts=None if whole else list(hosts), environ=self._environ
+            self.run,
+            self.site,
+            role,
+            name=name,
+            hosts=None if whole else list(hosts),
+            environ=self._environ,
+            logs=logs,
         )
-        log = self.paths.logs(self.attempt) / f"{name}.log"
-        process = ChildProcess(name, [*srun, *self.agent_command(role, incarnation)], log=log, env=self._environ)
+        command = [*srun, *self.agent_command(role, incarnation)]
+        process = ChildProcess(name, command, log=logs / f"{name}.log", env=step_environ(self._environ))
         return [Step(role, name, tuple(hosts), incarnation, process)]
 
     async def end(self, step: Step) -> None:
         """Cancel the step by its name: an srun that was killed leaves its tasks running."""
-        self._slurm.cancel_step(self._job_id, step.name)
+        await asyncio.to_thread(self._slurm.cancel_step, self._job_id, step.name)
         if step.process.exit_code is None:
             await step.process.end(grace_s=5.0)
 

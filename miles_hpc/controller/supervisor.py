@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from checkpoints.publish import publish_bytes
+from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.control.membership import find_controller
 from miles_hpc.control.opening import open_transport
-from miles_hpc.controller.steps import ROLES, Step, StepStarter, role_python
+from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
 from miles_hpc.core.errors import FencedError, MilesError, ProtocolError
 from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole
@@ -73,12 +74,12 @@ class Supervisor:
             "allocation_start",
             attempt=self._attempt,
             job_id=self._job_id,
-            hosts={role: list(self._starter.hosts(role)) for role in ROLES},
+            hosts={role: list(self._starter.hosts(role)) for role in self._starter.roles},
             time_limit_s=None if self._end_time is None else round(self._end_time - time.time(), 1),
         )
         outcome, reason = "failed", ""
         try:
-            for role in ROLES:
+            for role in self._starter.roles:
                 self._start(role, self._starter.hosts(role))
             code, reason = await self._keep_controller()
             outcome = {exits.DONE: "completed", exits.NEXT_ALLOCATION: "continue", exits.FENCED: "fenced"}.get(
