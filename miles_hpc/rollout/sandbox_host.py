@@ -6,7 +6,7 @@
 
 | promise | how |
 |---|---|
-| a command's status is true | told by PID 1 over a socket that the command doesn't inherit and can't open (PID 1 is undumpable) |
+| a command's status is true | told by PID 1, undumpable, over a socket that the command can't inherit or open |
 | its output is complete | the pipe is drained after the status arrived; what was written before is in it |
 | time limit | everything in the sandbox but PID 1 is killed (kill(-1) inside its PID namespace); files stay |
 | output limit | kept bytes are cut at the caller's limit; a command that writes on and on is killed |

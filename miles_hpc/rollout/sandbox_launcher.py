@@ -22,6 +22,9 @@ That a sandbox has ended is seen by its control socket's end of file. Flags and 
 user_namespaces(7), pid_namespaces(7), prctl(2), bwrap(1).
 """
 
+# ruff: noqa: PTH101, PTH102, PTH112, PTH114, PTH115, PTH211
+# No pathlib here: the process stays small, because it forks for others.
+
 import ctypes
 import os
 import resource
@@ -263,7 +266,7 @@ def main(arguments: list[str]) -> int:
             return os.waitstatus_to_exitcode(status)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         root = _build_root("/bin/bash")
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except OSError as error:
         channel.send(f"failed {error}".encode())
