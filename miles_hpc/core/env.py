@@ -34,7 +34,7 @@ def _flag(text: str) -> bool:
 VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
-        Variable("MILES_HPC_SITE", str, "", "site file to use when neither --site nor the run file names one"),
+        Variable("MILES_HPC_SITE", str, "", "site to use instead of the run file's; --site overrides it"),
         Variable("MILES_HPC_SITES", str, "", "folder of site files that is searched before the project's own"),
         Variable("MILES_HPC_TEMPLATES", str, "", "folder of job templates that is searched before the project's own"),
         Variable("MILES_HPC_DEBUG", _flag, False, "print tracebacks for user errors as well"),
