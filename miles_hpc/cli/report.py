@@ -201,7 +201,8 @@ def _summary(story: RunStory) -> str:
         return "No events were written yet."
     started = time.strftime("%Y-%m-%d %H:%M", time.gmtime(story.first_t))
     nodes = f" on {_nodes(story.allocations[-1])} nodes" if story.allocations and story.allocations[-1].hosts else ""
-    return f"Started {started} UTC{nodes}, {_count(len(story.allocations), 'allocation')}, {duration(story.wall_s)}."
+    over = f" over {_count(len(story.allocations), 'allocation')}" if story.allocations else ""
+    return f"Started {started} UTC{nodes}; {duration(story.wall_s)}{over}."
 
 
 def _count(n: int, noun: str) -> str:
@@ -238,9 +239,9 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
     cards.append({"label": "Wall time", "value": duration(story.wall_s), "detail": detail})
     redone = len({s.step for s in story.superseded})
     if story.faults or redone:
-        lost = sum(v.name == "lost" for v in story.verdicts)
+        losses = sum(v.name == "lost" for v in story.verdicts)
         detail = f"{_count(redone, 'step')} undone" if redone else "no step undone"
-        cards.append({"label": "Processes lost", "value": str(lost), "detail": detail})
+        cards.append({"label": "Processes lost", "value": str(losses), "detail": detail})
     return cards
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "smooth",
     "step_at",
     "step_axis",
+    "width_of",
 ]
 
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = (
@@ -44,7 +45,7 @@ INK, GREY, BAND = "#222222", "#6b7280", "#eef2f6"
 
 _FAULT_WORDS = {"lost": "lost", "rollback": "went back", "fenced": "fenced"}
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.spines.top": False,
@@ -78,22 +79,34 @@ def smooth(values: list[float]) -> list[float]:
     return means
 
 
-def legend(axes: Axes, columns: int = 3) -> None:
-    """Below the axes, so that it covers no data; faults come last."""
+def width_of(axes: Axes) -> float:
+    """Width in inches of the part of the figure that these axes and their labels may use."""
+    spec = axes.get_subplotspec()
+    share = 1.0 if spec is None else len(spec.colspan) / spec.get_gridspec().ncols
+    return share * axes.figure.get_figwidth()  # type: ignore[union-attr]
+
+
+def legend(axes: Axes) -> None:
+    """Below the axes, so that it covers no data, in as many columns as fit; faults come last."""
     found = sorted(
         zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: pair[1] in _FAULT_WORDS.values()
     )
-    if found:
-        handles, labels = zip(*found, strict=True)
-        axes.legend(
-            handles,
-            labels,
-            loc="upper left",
-            bbox_to_anchor=(-0.01, -0.2),
-            ncols=columns,
-            columnspacing=1.3,
-            handlelength=1.6,
-        )
+    if not found:
+        return
+    handles, labels = zip(*found, strict=True)
+    entry_in = 0.45 + 0.085 * max(len(label) for label in labels)  # line, gaps, and 9.5-point text
+    columns = max(1, int((width_of(axes) - 0.7) / entry_in))
+    rows = -(-len(labels) // columns)
+    axes.legend(
+        handles,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(-0.01, -0.2),
+        ncols=-(-len(labels) // rows),
+        columnspacing=1.1,
+        handlelength=1.5,
+        handletextpad=0.6,
+    )
 
 
 def step_axis(axes: Axes, story: RunStory, first: int, last: int) -> None:

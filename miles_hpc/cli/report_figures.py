@@ -27,6 +27,7 @@ from miles_hpc.cli.report_axes import (
     range_of,
     smooth,
     step_axis,
+    width_of,
 )
 from miles_hpc.cli.story import ROLES, RunStory
 from miles_hpc.cli.wording import duration
@@ -108,7 +109,7 @@ def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
     around = [*steps, *(e.step for e in evaluations)]
     first, last = min(around), max(around)
     if steps:
-        axes.plot(steps, values, ".-", color=SKY, linewidth=0.8, markersize=4, label="mean of the batch")
+        axes.plot(steps, values, ".-", color=SKY, linewidth=0.8, markersize=4, label="batch mean")
         axes.plot(steps, smooth(values), color=BLUE, linewidth=2.4, label="smoothed")
     everything = [v for v in [*values, *(e.mean for e in evaluations)] if math.isfinite(v)]
     if everything and min(everything) >= 0 and max(everything) <= 1:
@@ -116,7 +117,7 @@ def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
     if evaluations:
         style: dict[str, Any] = {"marker": "D", "linestyle": "none", "markersize": 8, "zorder": 6}
         at = [e.step for e in evaluations], [e.mean for e in evaluations]
-        axes.plot(*at, color=INK, markeredgecolor="white", label="held-out evaluation", **style)
+        axes.plot(*at, color=INK, markeredgecolor="white", label="evaluation", **style)
     for e in evaluations:
         right = e.step > (first + last) / 2
         axes.annotate(
@@ -131,11 +132,10 @@ def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
         )
     axes.set_ylabel("reward")
     step_axis(axes, story, first, last)
-    width_in = axes.figure.get_figwidth()  # type: ignore[union-attr]
     if evaluations:
-        margin = (last - first + 1) * 0.65 / (width_in - 1.8)  # room for the labels beside the first and last mark
+        margin = (last - first + 1) * 0.65 / (width_of(axes) - 1.8)  # room for labels
         axes.set_xlim(first - margin, last + margin)
-    legend(axes, 5 if width_in > 7 else 3)
+    legend(axes)
 
 
 def _kinds(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -151,7 +151,7 @@ def _kinds(axes: Axes, story: RunStory, cap: int | None) -> None:
         axes.set_ylim(0, 1.06)
     axes.set_ylabel("reward, smoothed")
     step_axis(axes, story, *range_of(story, tuple(names)))
-    legend(axes, 4)
+    legend(axes)
 
 
 def _sft(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -182,7 +182,7 @@ def _staleness(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_ylim(0, largest * 1.15)
     axes.set_ylabel("steps behind at use")
     step_axis(axes, story, *range_of(story, names))
-    legend(axes, 5)
+    legend(axes)
 
 
 _PARTS = (
@@ -250,7 +250,7 @@ def _idle(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("idle share of the role's time, percent")
-    legend(axes, 3)
+    legend(axes)
 
 
 def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -269,7 +269,7 @@ def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_ylim(floor / 2, max([*positive, 1e-5]) * 4)
     axes.set_ylabel("log-prob difference")
     step_axis(axes, story, *range_of(story, (name,)))
-    legend(axes, 4)
+    legend(axes)
 
 
 def _replay_percent(story: RunStory) -> tuple[list[int], list[float]]:
@@ -322,7 +322,7 @@ def _clock(axes: Axes, story: RunStory, cap: int | None) -> None:
         )
     if story.superseded:
         at = [x(s.t) for s in story.superseded], [s.step for s in story.superseded]
-        axes.plot(*at, "s", color=ORANGE, markersize=5, label="undone, trained again")
+        axes.plot(*at, "s", color=ORANGE, markersize=5, label="undone later")
     if story.evaluations:
         at = [x(e.t) for e in story.evaluations], [e.step for e in story.evaluations]
         axes.plot(*at, "D", color=INK, markeredgecolor="white", markersize=7, label="evaluation", zorder=6)

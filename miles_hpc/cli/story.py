@@ -113,7 +113,7 @@ class Verdict:
     def text(self) -> str:
         """One line in words; every line break and control character becomes a space."""
         f = self.fields
-        evidence = f" ({f['evidence']})" if f.get("evidence") else ""
+        evidence = f": {f['evidence']}" if f.get("evidence") else ""
         who = self.peer or self.process
         match self.name:
             case "lost":
