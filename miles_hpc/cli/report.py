@@ -14,13 +14,11 @@ import math
 import statistics
 import time
 import tomllib
-from collections import Counter
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from checkpoints.publish import publish_bytes
-from miles_hpc.cli.story import FAULTS, Allocation, RunStory, Verdict
+from miles_hpc.cli.story import FAULTS, Allocation, RunStory
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cli.wording import HostNames, duration, quantity
 from miles_hpc.core.errors import UserError
@@ -305,10 +303,7 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
         rows.append((e.t, False, f"Evaluation {e.when.replace('_', ' ')}: {e.mean:.2f} over {e.n} episodes"))
     if story.complete_t is not None:
         rows.append((story.complete_t, False, "Run complete"))
-    shown = [v for v in story.verdicts if v.name != "engine_synced"]
-    for _, same in groupby(shown, key=lambda v: (v.name, v.attempt)):
-        verdicts = list(same)
-        rows.append((verdicts[0].t, verdicts[0].name in FAULTS, _together(verdicts)))
+    rows += [(t, name in FAULTS, text) for t, name, text in story.told()]
     rows.sort(key=lambda row: row[0])
     done = sorted((s.t, s.step) for s in story.steps + story.superseded)
     result, index = [], 0
@@ -321,20 +316,6 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
             {"time": duration(max(0.0, t - (story.first_t or t))), "step": step, "fault": fault, "text": text}
         )
     return result
-
-
-def _together(verdicts: list[Verdict]) -> str:
-    """Neighbouring verdicts of one kind in one line."""
-    if len(verdicts) == 1:
-        return verdicts[0].text
-    if verdicts[0].name == "dropped":
-        reasons = Counter(str(v.fields.get("reason", "no reason given")) for v in verdicts)
-        return f"dropped {len(verdicts)} groups: " + ", ".join(f"{n} × {r}" for r, n in reasons.most_common(6))
-    if verdicts[0].name == "joined":
-        peers = [v.peer for v in verdicts]
-        return f"{len(peers)} joined: " + ", ".join(peers[:12]) + (", ..." if len(peers) > 12 else "")
-    texts = [v.text for v in verdicts]
-    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _conditions(config: dict[str, Any], hosts: HostNames) -> list[tuple[str, str]]:

@@ -53,6 +53,7 @@ class StoryReducer:
         self._verdicts: list[tuple[float, int, str, str, dict[str, Any]]] = []
         self._phases: list[tuple[float, str, int]] = []  # t, phase, first step
         self._processes: dict[tuple[str, int], _Process] = {}
+        self._first, self._last = math.inf, -math.inf
         self._run_start: dict[str, Any] = {}
         self._complete: dict[str, Any] = {}
 
@@ -66,6 +67,7 @@ class StoryReducer:
             str(event.get("process", "")),
             str(event.get("name", "")),
         )
+        self._first, self._last = min(self._first, t), max(self._last, t)
         record = self._processes.setdefault((process, term), _Process())
         record.first, record.last = min(record.first, t), max(record.last, t)
         match event.get("kind"):
@@ -138,7 +140,6 @@ class StoryReducer:
         start = self._run_start
         sft_steps = _integer(start.get("sft_steps"))
         steps, superseded = self._lineage(allocations, sft_steps)
-        times = [(p.first, p.last) for p in self._processes.values()]
         verdicts = [
             Verdict(t, _attempt(allocations, term, t), process, name, fields)
             for t, term, process, name, fields in self._verdicts
@@ -166,8 +167,8 @@ class StoryReducer:
             idle=self._idle(allocations, steps + superseded),
             peers=self._peers(allocations, verdicts),
             phase=newest_phase or (steps[-1].phase if steps else ""),
-            first_t=min((a for a, _ in times), default=None),
-            last_t=max((b for _, b in times), default=None),
+            first_t=self._first if self._processes else None,
+            last_t=self._last if self._processes else None,
             complete_t=_number(complete.get("t")),
             trained_groups=groups,
             extra={k: v for k, v in start.items() if k not in known},

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from miles_hpc.cli.story import FAULTS, ROLES, RunStory, TrainedStep, Verdict
+from miles_hpc.cli.story import FAULTS, ROLES, RunStory, TrainedStep
 from miles_hpc.cli.wording import duration, quantity
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class View:
         raise NotImplementedError
 
     def end(self, words: str) -> None:
-        """Say how it ended."""
+        """How it ended, for the last line."""
         raise NotImplementedError
 
 
@@ -78,13 +78,18 @@ class PlainLines(View):
         self._console, self._name, self._once = console, name, once
         self._evaluations = self._allocations = self._ended = 0
         self._told: set[tuple[float, str, str]] = set()  # verdicts of several files come out of order
+        self._greeted = False
         self._step: TrainedStep | None = None
         self._step_at = self._reminded = -math.inf
 
     def show(self, story: RunStory, job_state: str, *, final: bool) -> None:
         now = time.monotonic()
         if self._once:
-            return self._overview(story, job_state)
+            self._overview(story, job_state)
+            return
+        if not self._greeted:
+            self._line(f"watching {story.name or self._name}")
+            self._greeted = True
         for a in story.allocations[self._allocations :]:
             nodes = ", ".join(f"{len(h)} {r}" for r, h in a.hosts.items())
             self._line(f"allocation {a.attempt} starts" + (f" on {nodes} nodes" if nodes else ""))
@@ -94,7 +99,8 @@ class PlainLines(View):
         self._evaluations = len(story.evaluations)
         self._verdict_lines(story)
         step = story.steps[-1] if story.steps else None
-        if step is not None and step != self._step and (final or now - self._step_at >= 1.0):
+        is_new = step is not None and (self._step is None or step.t > self._step.t)
+        if step is not None and is_new and (final or now - self._step_at >= 1.0):
             self._line(_step_line(story, step))
             self._step, self._step_at = step, now
         ended = [a for a in story.allocations if a.end is not None]
@@ -116,9 +122,11 @@ class PlainLines(View):
             return
         new = [v for v in story.verdicts if (v.t, v.process, v.text) not in self._told]
         self._told.update((v.t, v.process, v.text) for v in new)
-        told = [v for v in new if v.name in FAULTS or v.name == "joined"]
-        for v in told[-5:]:
+        for v in [v for v in new if v.name in FAULTS][-5:]:
             self._line(v.text)
+        joined = [v.peer for v in new if v.name == "joined"]
+        if joined:
+            self._line(f"joined: {', '.join(joined[:12])}" + (f" and {len(joined) - 12} more" if joined[12:] else ""))
         dropped = [v for v in new if v.name == "dropped"]
         if dropped:
             more = f"; and {len(dropped) - 1} more" if len(dropped) > 1 else ""
@@ -126,18 +134,21 @@ class PlainLines(View):
 
     def _overview(self, story: RunStory, job_state: str) -> None:
         total = f" of {story.total_steps}" if story.total_steps is not None else ""
-        self._line(f"step {story.current_step}{total}, {len(story.allocations)} allocations")
+        n = len(story.allocations)
+        allocations = f"{n} allocation{'s' * (n != 1)}"
+        self._line(f"{story.name or self._name}: step {story.current_step}{total}, {allocations}")
         if story.steps:
             self._line(_step_line(story, story.steps[-1]))
         for e in story.evaluations[-2:]:
             self._line(f"evaluation {e.when.replace('_', ' ')}: reward {e.mean:.3f} over {e.n} episodes")
-        for v in _told(story)[-5:]:
-            self._line(v.text)
+        for _, _, text in story.told()[-5:]:
+            self._line(text)
         waiting = _waiting(story, job_state)
         self._line("complete" if story.complete else (waiting or "running"))
 
     def _line(self, text: str) -> None:
-        clean = "".join(c if c.isprintable() else " " for c in f"{self._name}: {text}")
+        clean = "".join(c if c.isprintable() else " " for c in text)
+        clean = clean if self._once else f"{time.strftime('%H:%M:%S')} {clean}"
         self._console.print(clean, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -145,10 +156,6 @@ def _step_line(story: RunStory, step: TrainedStep) -> str:
     total = f"/{story.total_steps}" if story.total_steps is not None else ""
     parts = [f"{label} {quantity(step.values[name])}" for name, label in _SHOWN if name in step.values]
     return f"step {step.step}{total} {step.phase}" + (f": {', '.join(parts)}" if parts else "")
-
-
-def _told(story: RunStory) -> list[Verdict]:
-    return [v for v in story.verdicts if v.name != "engine_synced"]
 
 
 def _waiting(story: RunStory, job_state: str) -> str:
@@ -174,6 +181,7 @@ class LiveView(View):
         from rich.live import Live
 
         self._console, self._name = console, name
+        self._words = ""
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def __enter__(self) -> View:
@@ -182,14 +190,14 @@ class LiveView(View):
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self._live.__exit__(kind, e, trace)
+        if self._words:
+            self._console.print(_text(f" {self._words}", "bold"))
 
     def show(self, story: RunStory, job_state: str, *, final: bool) -> None:
         self._live.update(_screen(story, self._name, job_state, self._console.width, time.time()), refresh=True)
 
     def end(self, words: str) -> None:
-        from rich.text import Text
-
-        self._console.print(Text(words, style="bold"))
+        self._words = words
 
 
 def _screen(story: RunStory, name: str, job_state: str, width: int, now: float) -> RenderableType:
@@ -223,7 +231,9 @@ def _title(story: RunStory, name: str, job_state: str, now: float) -> Text:
         title.append(f"  {'warm start' if story.phase == 'sft' else story.phase.upper()}", "bold cyan")
     last = story.allocations[-1] if story.allocations else None
     if last is not None:
-        title.append(f"  allocation {last.attempt}", "default")
+        n = len(story.allocations)
+        over = f"  {n} allocation{'s' * (n != 1)}"
+        title.append(over if story.complete else f"  allocation {last.attempt}", "default")
         if last.end is None and not story.complete:
             if last.time_limit_s is not None:
                 left = max(0.0, last.start + last.time_limit_s - now)
@@ -236,7 +246,8 @@ def _title(story: RunStory, name: str, job_state: str, now: float) -> Text:
         title.append(f"  job {job_state}", "dim")
     if story.first_t is not None:
         wall = story.wall_s if story.complete else now - story.first_t
-        title.append(f"  {duration(max(0.0, wall))} since start", "dim")
+        words = "in all" if story.complete else "since start"
+        title.append(f"  {duration(max(0.0, wall))} {words}", "dim")
     return title
 
 
@@ -324,8 +335,8 @@ def _roles(story: RunStory, now: float) -> RenderableType:
 
 def _verdicts(story: RunStory, width: int) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    for v in _told(story)[-5:]:
-        line = _text(time.strftime("%H:%M:%S ", time.localtime(v.t)), "dim")
-        line.append(_text(v.text).plain, "bold red" if v.name in FAULTS else "default")
+    for t, name, text in story.told()[-5:]:
+        line = _text(time.strftime("%H:%M:%S ", time.localtime(t)), "dim")
+        line.append(_text(text).plain, "bold red" if name in FAULTS else "default")
         lines.append(line)
     return lines

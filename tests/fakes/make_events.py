@@ -223,9 +223,9 @@ def play(run_dir: Path, duration_s: float, seed: int = 0) -> None:
     all_events = list(events(seed))
     begin, scale = time.time(), duration_s / (all_events[-1]["t"] - START)
     for event in all_events:
-        due = begin + (event["t"] - START) * scale
-        time.sleep(max(0.0, due - time.time()))
-        append(run_dir / "events", {**event, "t": due})
+        moved = {k: begin + (event[k] - START) * scale for k in ("t", "start", "end") if k in event}
+        time.sleep(max(0.0, moved["t"] - time.time()))
+        append(run_dir / "events", {**event, **moved})
 
 
 if __name__ == "__main__":
