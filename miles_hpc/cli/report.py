@@ -40,7 +40,9 @@ _CAPTIONS = {
     "sft": "Loss on demonstrations before RL.",
 }
 
-# (label, path in resolved.toml, what an absent or empty value means: None = leave the line out)
+_TIMELINE_ROWS = 200
+
+# (label, path in resolved.toml); an absent or empty value leaves the line out
 _CONDITIONS = (
     ("site", "site"),
     ("task", "environment.name"),
@@ -203,6 +205,10 @@ def _summary(story: RunStory) -> str:
     return f"Started {started} UTC{nodes}; {duration(story.wall_s)}{over}."
 
 
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")
+
+
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
@@ -211,13 +217,17 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
     cards = []
     before, after = story.evaluation("before") or story.evaluation("sft_only"), story.evaluation("after")
     if before is not None or after is not None:
-        value = " → ".join("?" if e is None else f"{e.mean:.2f}" for e in (before, after))
+        value = " → ".join("?" if e is None else _signed(e.mean) for e in (before, after))
         n = sorted({e.n for e in (before, after) if e is not None})
         detail = f"mean of {' and '.join(map(str, n))} held-out episodes, before → after RL"
         cards.append({"label": "Reward", "value": value, "detail": detail})
     else:
         _, values = story.series("rollout/raw_reward")
-        shown = f"{statistics.fmean(values[:5]):.2f} → {statistics.fmean(values[-5:]):.2f}" if values else "none yet"
+        shown = (
+            f"{_signed(statistics.fmean(values[:5]))} → {_signed(statistics.fmean(values[-5:]))}"
+            if values
+            else "none yet"
+        )
         detail = "first → last five steps of training; not evaluated" if values else "no RL step was finished"
         cards.append({"label": "Reward", "value": shown, "detail": detail})
     total = story.total_steps
@@ -251,7 +261,7 @@ def _kinds(story: RunStory) -> dict[str, Any]:
     for label in [*labels, None] if found else []:
         values = {w: e.mean if label is None else e.by_label.get(label) for w, e in found.items()}
         row: dict[str, Any] = {"label": label or "all", "total": label is None, "change": "", "bar": None}
-        row["cells"] = ["" if v is None else f"{v:.2f}" for v in values.values()]
+        row["cells"] = ["" if v is None else _signed(v) for v in values.values()]
         b, a = values.get("before"), values.get("after")
         if a is not None and b is not None:
             row["change"] = f"{a - b:+.2f}".replace("-", "−")
@@ -262,7 +272,8 @@ def _kinds(story: RunStory) -> dict[str, Any]:
     return {
         "kinds": rows,
         "whens": [w.replace("_", " ") for w in found],
-        "kinds_bars": bars,
+        "kinds_change": bars,
+        "kinds_bars": any(row["bar"] for row in rows),
         "kinds_caption": f"Mean reward of held-out episodes ({sizes}).",
     }
 
@@ -304,13 +315,19 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
     if story.complete_t is not None:
         rows.append((story.complete_t, False, "Run complete"))
     rows += [(t, name in FAULTS, text) for t, name, text in story.told()]
+    if len(rows) > _TIMELINE_ROWS:
+        rows = [row for row in rows if not row[2].startswith(("dropped", "joined"))] or rows
     rows.sort(key=lambda row: row[0])
+    left_out = max(0, len(rows) - _TIMELINE_ROWS)
+    rows = rows[:_TIMELINE_ROWS]
     done = sorted((s.t, s.step) for s in story.steps + story.superseded)
-    result, index = [], 0
+    result: list[dict[str, Any]] = []
+    index = 0
     for t, fault, text in rows:
         while index < len(done) and done[index][0] <= t:
             index += 1
         text = hosts.hide(text[:1].upper() + text[1:])
+        text = text if len(text) <= 300 else text[:299] + "…"
         step = str(done[index - 1][1]) if index else ""
         result.append(
             {"time": duration(max(0.0, t - (story.first_t or t))), "step": step, "fault": fault, "text": text}

@@ -26,6 +26,8 @@ __all__ = [
     "STYLE",
     "fault_marks",
     "legend",
+    "marker_size",
+    "plain",
     "range_of",
     "smooth",
     "step_at",
@@ -77,6 +79,17 @@ def smooth(values: list[float]) -> list[float]:
         window = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
         means.append(sum(window) / len(window) if window else math.nan)
     return means
+
+
+def marker_size(n: int) -> float:
+    """Smaller for many points."""
+    return 4.0 if n <= 150 else 2.2
+
+
+def plain(text: str) -> str:
+    """Text from a run as matplotlib shows it literally: no formulas, no hidden legend entries, at most 16 characters."""
+    short = text if len(text) <= 16 else text[:15] + "…"
+    return short.replace("$", r"\$").lstrip("_") or "unnamed"
 
 
 def width_of(axes: Axes) -> float:
@@ -143,7 +156,7 @@ def fault_marks(axes: Axes, faults: list[tuple[Verdict, float]]) -> None:
         if not at:
             continue
         top = axes.get_xaxis_transform()
-        for x in at:
+        for x in at if len(faults) <= 8 else ():  # many lines would hide the data
             axes.axvline(x, color=colour, linewidth=1, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
         style: dict[str, Any] = {"marker": marker, "linestyle": "none", "markersize": 7, "color": colour}
         axes.plot(at, [0.97] * len(at), transform=top, label=_FAULT_WORDS[name], zorder=5, **style)

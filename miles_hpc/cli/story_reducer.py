@@ -28,6 +28,7 @@ from miles_hpc.cli.story import (
 __all__ = ["StoryReducer", "reduce_events"]
 
 _BUSY_SPANS = frozenset({"train_step", "sync", "save", "generate", "sandbox", "eval", "sft_data"})
+_OBSERVE_S = 1.0  # a share of less time than this says nothing
 _COMPACT_AT = 2048  # intervals of one process that are kept before overlapping ones are merged
 
 
@@ -263,7 +264,7 @@ class StoryReducer:
                     busy = observed - sum(v["perf/wait_batch_time"] for v in waits)
                 else:
                     continue
-                if observed > 0 and math.isfinite(busy / observed):
+                if observed >= _OBSERVE_S and math.isfinite(busy / observed):
                     shares.append(IdleShare(attempt, role, min(1.0, max(0.0, 1 - busy / observed)), observed, evidence))
         return tuple(shares)
 
