@@ -75,8 +75,7 @@ def smooth(values: list[float]) -> list[float]:
     half = min(25, max(1, len(values) // 20))
     means = []
     for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
+        window = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
         means.append(sum(window) / len(window) if window else math.nan)
     return means
 
@@ -87,7 +86,7 @@ def marker_size(n: int) -> float:
 
 
 def plain(text: str) -> str:
-    """Text from a run as matplotlib shows it literally: no formulas, no hidden legend entries, at most 16 characters."""
+    """Text from a run as matplotlib shows it literally: no formula, no hidden entry, at most 16 characters."""
     short = text if len(text) <= 16 else text[:15] + "…"
     return short.replace("$", r"\$").lstrip("_") or "unnamed"
 
@@ -107,7 +106,7 @@ def legend(axes: Axes) -> None:
     if not found:
         return
     handles, labels = zip(*found, strict=True)
-    entry_in = 0.45 + 0.085 * max(len(label) for label in labels)  # line, gaps, and 9.5-point text
+    entry_in = 0.43 + 0.075 * max(len(label) for label in labels)  # line, gaps, and 9.5-point text
     columns = max(1, int((width_of(axes) - 0.7) / entry_in))
     rows = -(-len(labels) // columns)
     axes.legend(

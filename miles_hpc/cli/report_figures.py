@@ -278,20 +278,11 @@ def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
     some = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0 and math.isfinite(v)]
     zeros = [s for s, v in zip(steps, values, strict=True) if v == 0]
     axes.set_yscale("log")
+    style: dict[str, Any] = {"color": BLUE, "markersize": marker_size(len(steps))}
     if some:
-        axes.plot(
-            *zip(*some, strict=True), "o", color=BLUE, markersize=marker_size(len(steps)), label="mean |difference|"
-        )
+        axes.plot(*zip(*some, strict=True), "o", label="mean |difference|", **style)
     if zeros:
-        axes.plot(
-            zeros,
-            [floor] * len(zeros),
-            "v",
-            color=BLUE,
-            markerfacecolor="white",
-            markersize=marker_size(len(steps)),
-            label="exactly 0",
-        )
+        axes.plot(zeros, [floor] * len(zeros), "v", markerfacecolor="white", label="exactly 0", **style)
     axes.axhline(1e-5, color=RED, linestyle="--", linewidth=1.4, label="1e-5")
     axes.set_ylim(floor / 2, max([*positive, 1e-5]) * 4)
     axes.set_ylabel("log-prob difference")
