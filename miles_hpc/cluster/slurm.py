@@ -218,9 +218,9 @@ def parse_jobs(text: str) -> list[ComponentState]:
     jobs = []
     for line in text.splitlines():
         marks = list(_FIELD.finditer(line))
-        ends = [mark.start() for mark in marks[1:]] + [len(line)]
+        ends = [*(mark.start() for mark in marks[1:]), len(line)]
         fields: dict[str, str] = {}
-        for mark, end in zip(marks, ends, strict=True):
+        for mark, end in zip(marks, ends, strict=False):  # without any KEY= there is one end too many
             fields.setdefault(mark[1], line[mark.end() : end].strip())
         if "JobId" not in fields:
             continue

@@ -73,7 +73,8 @@ def test_one_form_of_gpu_request(request_form: str, kind: str, gpus: int, option
 
 def test_constraints_come_from_group_then_partition() -> None:
     site = msgspec.structs.replace(
-        make_site(), partitions=[SitePartition(name="p", roles=["trainer", "rollout", "sandbox"], constraint="gpu&hbm80g")]
+        make_site(),
+        partitions=[SitePartition(name="p", roles=["trainer", "rollout", "sandbox"], constraint="gpu&hbm80g")],
     )
     made = plan("groups.rollout.constraint=fast", site=site)
     assert '--constraint="gpu&hbm80g"' in made.components[0].directives

@@ -46,7 +46,10 @@ def run_text(body: str) -> str:
         ("[model]\n[rollout]\nn_steps = 1.5", "run.toml: 'rollout.n_steps' = 1.5: expected int, seen float"),
         ("[model]\n[rollout]\nrouting_replay = 1", "run.toml: 'rollout.routing_replay' = 1: expected bool, seen int"),
         ("rollout = 3\n[model]", "run.toml: 'rollout' = 3: expected a table, seen int"),
-        ("[model]\ndtype = 'fp8'", "run.toml: 'model.dtype' = \"fp8\": expected one of 'float32', 'bfloat16', seen str"),
+        (
+            "[model]\ndtype = 'fp8'",
+            "run.toml: 'model.dtype' = \"fp8\": expected one of 'float32', 'bfloat16', seen str",
+        ),
         ("[model]\ninit_seed = 'x'", "run.toml: 'model.init_seed' = \"x\": expected int, seen str"),
         ("python_path = ['a', 3]\n[model]", "run.toml: 'python_path[1]' = 3: expected str, seen int"),
         ("python_path = 'a'\n[model]", "run.toml: 'python_path' = \"a\": expected a list of str, seen str"),

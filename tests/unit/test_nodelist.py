@@ -38,7 +38,18 @@ def test_expand(text: str, hosts: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["node[]", "node[3-1]", "c[1-2]-ib", "jwb[0001-0002].juwels", "a[x]", "a[1", "a]", "a[1,,2]", "a[1--2]", "a[0-65536]"],
+    [
+        "node[]",
+        "node[3-1]",
+        "c[1-2]-ib",
+        "jwb[0001-0002].juwels",
+        "a[x]",
+        "a[1",
+        "a]",
+        "a[1,,2]",
+        "a[1--2]",
+        "a[0-65536]",
+    ],
 )
 def test_invalid_lists_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="host list"):

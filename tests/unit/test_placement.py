@@ -88,7 +88,9 @@ def test_srun_of_one_host_of_a_role() -> None:
 
 def test_gpus_and_memory_are_stated_on_the_step() -> None:
     site = SiteConfig(
-        name="g", mpi="pmix", partitions=[SitePartition(name="p", roles=["trainer", "rollout"], gres="h100", gpus_per_node=8)]
+        name="g",
+        mpi="pmix",
+        partitions=[SitePartition(name="p", roles=["trainer", "rollout"], gres="h100", gpus_per_node=8)],
     )
     run = make_run("groups.rollout.gpus_per_node=8", "groups.rollout.mem=200G", "groups.sandbox.nodes=0")
     args = role_srun_args(run, site, "rollout", name="r", environ=ENVIRON)
