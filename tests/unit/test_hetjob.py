@@ -93,7 +93,7 @@ def test_environment_of_the_job() -> None:
 
 @pytest.mark.parametrize("root", ['/runs/a"b', "/runs/a\\b", "/runs/50%off", "/runs/a\nb"])
 def test_paths_that_sbatch_cannot_take(root: str) -> None:
-    with pytest.raises(UserError, match="sbatch can't take this path"):
+    with pytest.raises(UserError, match=r"sbatch can't take this path"):
         plan(root=root)
 
 

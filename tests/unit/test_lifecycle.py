@@ -33,7 +33,7 @@ def test_parse_time(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-5", "1-", "1.5", "1h"])
 def test_garbage_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="expected Slurm's"):
+    with pytest.raises(UserError, match=r"expected Slurm's"):
         parse_time(text)
 
 

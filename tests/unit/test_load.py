@@ -75,17 +75,17 @@ def test_a_missing_key_inside_a_table() -> None:
 def test_toml_syntax_names_file_and_line(tmp_path: Path, text: str, line: int) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    with pytest.raises(UserError, match=f"run.toml: line {line}: TOML syntax: "):
+    with pytest.raises(UserError, match=rf"run.toml: line {line}: TOML syntax: "):
         load_run(path)
 
 
 def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match=r"no such file"):
         load_run(tmp_path / "nothing.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="can't be read as TOML text"):
+    with pytest.raises(UserError, match=r"can't be read as TOML text"):
         load_run(tmp_path / "binary.toml")
-    with pytest.raises(UserError, match="can't be read"):
+    with pytest.raises(UserError, match=r"can't be read"):
         load_run(tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_any_run_loads_back_equal(
 
 def test_load_resolved(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    with pytest.raises(UserError, match="is not a run directory: resolved.toml is missing"):
+    with pytest.raises(UserError, match=r"is not a run directory: resolved.toml is missing"):
         load_resolved(paths)
     run, site = make_run(), make_site()
     paths.resolved_toml.write_text(resolved_toml(run))

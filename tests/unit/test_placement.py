@@ -43,13 +43,13 @@ def test_hosts_of_roles() -> None:
 
 
 def test_outside_a_het_job() -> None:
-    with pytest.raises(UserError, match="SLURM_JOB_NODELIST_HET_GROUP_0 is not set"):
+    with pytest.raises(UserError, match=r"SLURM_JOB_NODELIST_HET_GROUP_0 is not set"):
         het_group_hosts({})
 
 
 def test_role_of_this_node() -> None:
     assert role_of_node(ENVIRON) == "rollout"
-    with pytest.raises(UserError, match="node 'x9' is in no het group"):
+    with pytest.raises(UserError, match=r"node 'x9' is in no het group"):
         role_of_node({**ENVIRON, "SLURMD_NODENAME": "x9"})
 
 

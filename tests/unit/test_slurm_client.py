@@ -44,7 +44,7 @@ def test_a_plain_job_and_nothing() -> None:
 def test_no_slurm_on_the_machine(tmp_path: Path) -> None:
     slurm = Slurm(environ={"PATH": str(tmp_path)})
     for call in (slurm.require, slurm.partitions, lambda: slurm.components(1), lambda: slurm.submit("#!/bin/bash")):
-        with pytest.raises(UserError, match="no Slurm on this machine: '.*' is not on PATH"):
+        with pytest.raises(UserError, match=r"no Slurm on this machine: '.*' is not on PATH"):
             call()
 
 
@@ -82,7 +82,7 @@ def test_an_outer_allocations_variables_do_not_reach_sbatch(tmp_path: Path) -> N
 
 def test_a_refusal_carries_sbatchs_words(tmp_path: Path) -> None:
     program(tmp_path, "sbatch", 'cat > /dev/null; echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
-    with pytest.raises(UserError, match="Slurm refused the job: .*invalid partition specified: x"):
+    with pytest.raises(UserError, match=r"Slurm refused the job: .*invalid partition specified: x"):
         client(tmp_path).submit("#!/bin/bash\n")
 
 
@@ -91,20 +91,20 @@ def test_an_unknown_job_has_no_components_and_other_failures_are_errors(tmp_path
     assert client(tmp_path).components(9) == []
     assert client(tmp_path).steps(9) == []
     program(tmp_path, "scontrol", 'echo "Unable to contact slurm controller" >&2; exit 1')
-    with pytest.raises(SlurmError, match="scontrol -o show job 9: .*Unable to contact"):
+    with pytest.raises(SlurmError, match=r"scontrol -o show job 9: .*Unable to contact"):
         client(tmp_path).components(9)
 
 
 def test_no_configuration_reads_as_no_slurm(tmp_path: Path) -> None:
     program(tmp_path, "sinfo", 'echo "sinfo: fatal: Could not establish a configuration source" >&2; exit 1')
-    with pytest.raises(UserError, match="no Slurm on this machine: .*set SLURM_CONF"):
+    with pytest.raises(UserError, match=r"no Slurm on this machine: .*set SLURM_CONF"):
         client(tmp_path).partitions()
 
 
 def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     program(tmp_path, "sinfo", "exec sleep 60")
     slurm = Slurm(environ={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout_s=0.5)
-    with pytest.raises(DeadlineExpired, match="sinfo .*: no answer after"):
+    with pytest.raises(DeadlineExpired, match=r"sinfo .*: no answer after"):
         slurm.partitions()
 
 

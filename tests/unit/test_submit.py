@@ -108,15 +108,15 @@ def test_changes_that_make_another_run(tmp_path: Path, override: str, difference
 
 def test_directories_of_others(tmp_path: Path) -> None:
     paths = prepared(tmp_path)
-    with pytest.raises(UserError, match="belongs to run 'tiny', not 'other'"):
+    with pytest.raises(UserError, match=r"belongs to run 'tiny', not 'other'"):
         check_owner(make_run("name=other"), paths)
     paths.identity.write_text("{")
-    with pytest.raises(UserError, match="can't be read"):
+    with pytest.raises(UserError, match=r"can't be read"):
         check_owner(make_run(), paths)
     paths.identity.unlink()
-    with pytest.raises(UserError, match="is not empty and has no identity"):
+    with pytest.raises(UserError, match=r"is not empty and has no identity"):
         check_owner(make_run(), paths)
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match=r"is a file"):
         check_owner(make_run(), RunPaths(paths.secret))
 
 
@@ -124,7 +124,7 @@ def test_of_two_submissions_one_gets_the_directory(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     assert not check_owner(make_run("name=late"), paths)  # both looked while nobody was there
     prepared(tmp_path)
-    with pytest.raises(UserError, match="belongs to run 'tiny'"):
+    with pytest.raises(UserError, match=r"belongs to run 'tiny'"):
         prepare(make_run("name=late"), make_site(), paths, source="late")
     assert paths.run_toml.read_text() == "# as written\n"
 
@@ -136,7 +136,7 @@ def test_the_job_is_noted_with_those_before_it(tmp_path: Path) -> None:
     first = submit_prepared(paths, slurm)
     assert slurm.submitted == [JOB]
     assert slurm.state(first) == ["PENDING", "PENDING"]
-    with pytest.raises(UserError, match=f"job {first} of this run is PENDING"):
+    with pytest.raises(UserError, match=rf"job {first} of this run is PENDING"):
         check_idle(paths, slurm)
     slurm.finish(first, "TIMEOUT")
     check_idle(paths, slurm)
@@ -149,6 +149,6 @@ def test_the_job_is_noted_with_those_before_it(tmp_path: Path) -> None:
 
 def test_a_refused_job_is_not_noted(tmp_path: Path) -> None:
     paths = prepared(tmp_path)
-    with pytest.raises(UserError, match="Slurm refused the job: no"):
+    with pytest.raises(UserError, match=r"Slurm refused the job: no"):
         submit_prepared(paths, FakeSlurm(refusal="no"))
     assert read_job(paths) is None

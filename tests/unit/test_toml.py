@@ -53,5 +53,5 @@ def test_floats_at_the_edges() -> None:
 
 @pytest.mark.parametrize("value", [None, object(), b"bytes", datetime.timedelta(1), {1: 2}])
 def test_what_toml_cannot_hold_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="TOML"):
+    with pytest.raises(TypeError, match=r"TOML"):
         toml.dumps({"key": [value]})

@@ -87,7 +87,7 @@ def test_what_a_partition_has(override: str, message: str) -> None:
 
 def test_a_gpu_has_one_rank() -> None:
     run = make_run("groups.trainer.gpus_per_node=2", "groups.trainer.ranks_per_node=4")
-    with pytest.raises(UserError, match="ranks_per_node = 4 but gpus_per_node = 2"):
+    with pytest.raises(UserError, match=r"ranks_per_node = 4 but gpus_per_node = 2"):
         validate(run, gpu_site())
 
 
@@ -99,22 +99,22 @@ def test_the_groups_own_partition_counts() -> None:
 
 def test_a_site_without_a_partition_for_a_role() -> None:
     site = gpu_site(partitions=[SitePartition(name="gpu", roles=["trainer", "rollout"])])
-    with pytest.raises(UserError, match="groups.sandbox: site 'gpus' has no partition for role 'sandbox'"):
+    with pytest.raises(UserError, match=r"groups.sandbox: site 'gpus' has no partition for role 'sandbox'"):
         validate(make_run(), site)
     validate(make_run("groups.sandbox.nodes=0"), site)
 
 
 def test_accounts_and_layouts() -> None:
-    with pytest.raises(UserError, match="job.account: site 'gpus' refuses jobs without an account"):
+    with pytest.raises(UserError, match=r"job.account: site 'gpus' refuses jobs without an account"):
         validate(make_run(), gpu_site(requires_account=True))
     validate(make_run("job.account=proj_g"), gpu_site(requires_account=True))
-    with pytest.raises(UserError, match="layout 'split'"):
+    with pytest.raises(UserError, match=r"layout 'split'"):
         validate(make_run(), gpu_site(layout="split"))
 
 
 def test_trajectories_fit_into_the_model(tmp_path: Path) -> None:
     longer = ("rollout.max_trajectory_tokens=1024", "train.row_tokens=1024")
-    with pytest.raises(UserError, match="= 1024 is more than the model's max_position_embeddings = 512"):
+    with pytest.raises(UserError, match=r"= 1024 is more than the model's max_position_embeddings = 512"):
         validate(make_run(*longer), make_site())
     folder = tmp_path / "model"
     at = ("model.config={}", f"model.path={folder}", "model.tokenizer=")
@@ -123,15 +123,15 @@ def test_trajectories_fit_into_the_model(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1000}))
     validate(make_run(*at), make_site())
-    with pytest.raises(UserError, match="max_position_embeddings = 1000"):
+    with pytest.raises(UserError, match=r"max_position_embeddings = 1000"):
         validate(make_run(*at, *longer), make_site())
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="can't read"):
+    with pytest.raises(UserError, match=r"can't read"):
         validate(make_run(*at), make_site())
 
 
 def test_without_a_scheduler_the_machine_itself_counts() -> None:
-    with pytest.raises(UserError, match="gpus_per_node = 1, but site 'laptop' has 0 GPUs"):
+    with pytest.raises(UserError, match=r"gpus_per_node = 1, but site 'laptop' has 0 GPUs"):
         validate(make_run("groups.trainer.gpus_per_node=1"), make_site("laptop"))
 
 
