@@ -14,8 +14,9 @@ from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import PeerLost, ProtocolError, UserError
 from miles_hpc.core.messages import SandboxCreate, SandboxDestroy, SandboxExec, SandboxResult
 from miles_hpc.core.transport import Endpoint
+from miles_hpc.rollout.sandbox_host import SandboxHost
 
-__all__ = ["SandboxClient"]
+__all__ = ["LocalSandboxes", "SandboxClient"]
 
 # What a call may take beyond the command's own time limit: the start of a sandbox on a busy node.
 _OVERHEAD_S = 30.0
@@ -153,3 +154,23 @@ class SandboxClient:
         endpoint = self._hosts.get(host)
         if endpoint is not None and endpoint.closed.is_set():
             self.remove_host(host)
+
+
+class LocalSandboxes:
+    """Implements `environments.base.Sandboxes` on a SandboxHost of the same process, which it doesn't own."""
+
+    def __init__(self, host: SandboxHost, *, timeout_s: float = 5.0, max_output_bytes: int = 256) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+        self._max_output_bytes = max_output_bytes
+
+    async def create(self, sandbox_id: str, files: dict[str, str]) -> None:
+        self._host.create(sandbox_id, files)
+
+    async def execute(self, sandbox_id: str, command: str) -> SandboxResult:
+        return await self._host.execute(
+            sandbox_id, command, timeout_s=self._timeout_s, max_output_bytes=self._max_output_bytes
+        )
+
+    async def destroy(self, sandbox_id: str) -> None:
+        self._host.destroy(sandbox_id)
