@@ -26,7 +26,7 @@ from miles_hpc.core.validate import validate
 
 __all__ = [
     "apply_overrides",
-    "load_prepared",
+    "load_resolved",
     "load_run",
     "load_site",
     "parse",
@@ -75,12 +75,13 @@ def load_site(name: str, search: list[Path]) -> SiteConfig:
     return site
 
 
-def load_prepared(run_dir: Path) -> tuple[RunConfig, SiteConfig]:
+def load_resolved(paths: RunPaths) -> tuple[RunConfig, SiteConfig]:
     """The resolved run and site of a run directory, as submit wrote them. Raises UserError when it isn't one."""
-    paths = RunPaths(run_dir)
     for path in (paths.resolved_toml, paths.site_toml):
         if not path.is_file():
-            raise UserError(f"{run_dir} is not a run directory: {path.name} is missing; 'miles-hpc submit' makes one")
+            raise UserError(
+                f"{paths.root} is not a run directory: {path.name} is missing; 'miles-hpc submit' makes one"
+            )
     run = parse(_read_toml(paths.resolved_toml), RunConfig, str(paths.resolved_toml))
     return run, parse(_read_toml(paths.site_toml), SiteConfig, str(paths.site_toml))
 
@@ -168,7 +169,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = re.match(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)\Z", str(error), re.DOTALL)
-        line = found[2] if found and found[2] else str(text.count("\n") + 1)
+        line = found[2] if found and found[2] else str(max(1, len(text.splitlines())))
         raise UserError(f"{path}: line {line}: TOML syntax: {found[1] if found else error}") from error
 
 
@@ -248,5 +249,7 @@ def _describe(wanted: Any) -> str:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return f"{value.isoformat()} without quotes"
     text = f'"{value}"' if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
