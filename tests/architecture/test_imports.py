@@ -56,7 +56,9 @@ def imported(tree: ast.AST, *, at_import: bool = False) -> list[tuple[int, str]]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             names += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-        elif (at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)) or (at_import and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        elif (at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)) or (
+            at_import and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ):
             continue
         else:
             names += imported(node, at_import=at_import)
