@@ -134,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MilesError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
