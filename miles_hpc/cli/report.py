@@ -223,11 +223,8 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
         cards.append({"label": "Reward", "value": value, "detail": detail})
     else:
         _, values = story.series("rollout/raw_reward")
-        shown = (
-            f"{_signed(statistics.fmean(values[:5]))} → {_signed(statistics.fmean(values[-5:]))}"
-            if values
-            else "none yet"
-        )
+        ends = (values[:5], values[-5:]) if values else ()
+        shown = " → ".join(_signed(statistics.fmean(part)) for part in ends) or "none yet"
         detail = "first → last five steps of training; not evaluated" if values else "no RL step was finished"
         cards.append({"label": "Reward", "value": shown, "detail": detail})
     total = story.total_steps
@@ -329,9 +326,10 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
         text = hosts.hide(text[:1].upper() + text[1:])
         text = text if len(text) <= 300 else text[:299] + "…"
         step = str(done[index - 1][1]) if index else ""
-        result.append(
-            {"time": duration(max(0.0, t - (story.first_t or t))), "step": step, "fault": fault, "text": text}
-        )
+        since = duration(max(0.0, t - (story.first_t or t)))
+        result.append({"time": since, "step": step, "fault": fault, "text": text})
+    if left_out:
+        result.append({"time": "", "step": "", "fault": False, "text": f"and {left_out} more, in the event files"})
     return result
 
 
