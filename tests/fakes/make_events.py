@@ -22,6 +22,7 @@ from typing import Any
 KINDS = ("len", "top", "end", "max", "who", "wlen")
 SFT_STEPS, RL_STEPS, BATCH = 12, 40, 16
 SAVED_AT, CUT_AT = 34, 36  # steps: the checkpoint that allocation 2 starts from, the last step of allocation 1
+VERSIONS = {"miles_hpc": "0.0.0", "python": "0.0"}
 START = 1_700_000_000.0
 
 RESOLVED_TOML = """\
@@ -157,7 +158,15 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
         emit("controller", term, "metric", step=number, values=values)
 
     # Allocation 1: warm start, 24 RL steps, one rollout node lost.
-    note(1, "run_start", run="invented", n_steps=RL_STEPS, sft_steps=SFT_STEPS, rollout_batch_size=BATCH)
+    note(
+        1,
+        "run_start",
+        run="invented",
+        n_steps=RL_STEPS,
+        sft_steps=SFT_STEPS,
+        rollout_batch_size=BATCH,
+        versions=VERSIONS,
+    )
     note(1, "term", base_term=None, base_step=0)
     allocation(1)
     clock += 3

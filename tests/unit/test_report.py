@@ -124,7 +124,7 @@ def test_hostile_and_odd_content(tmp_path: Path) -> None:
     for event in events:
         make_events.append(tmp_path / "events", {**common, **event})
     with open(tmp_path / "events" / "controller.t000001.jsonl", "ab") as file:
-        file.write(b'{"t": 7.0, "kind": "metr')  # cut by a kill
+        file.write(b'{"t": "soon", "kind": "note"}\n\xff\xfe\n{"t": 7.0, "kind": "metr')  # cut by a kill
     (tmp_path / "resolved.toml").write_text("this is = not [toml")
     (tmp_path / "audit.json").write_text("[1, 2")
     page = page_of(tmp_path)

@@ -146,7 +146,11 @@ def test_peers_of_the_newest_allocation(story: RunStory) -> None:
     lost_then_back = next(p for p in first.peers if p.name == "rollout-vm3-0")
     assert lost_then_back.alive
     gone = reduce_events(
-        [event(1, "verdict", name="joined", peer="rollout-a-0"), event(2, "verdict", name="lost", peer="rollout-a-0")]
+        [
+            event(1, "verdict", name="joined", peer="rollout-a-0"),
+            event(2, "verdict", name="lost", peer="rollout-a-0"),
+            event(3, "note", "rollout-a-0", name="utilisation"),  # cut off, and still writing
+        ]
     )
     assert [p.alive for p in gone.peers if p.role == "rollout"] == [False]
 
