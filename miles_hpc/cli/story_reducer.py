@@ -275,16 +275,17 @@ class StoryReducer:
         for (process, term), record in self._processes.items():
             if process and _attempt(allocations, term, record.last) == attempt:
                 seen[process] = max(seen.get(process, -math.inf), record.last)
-        lost: dict[str, float] = {}
+        lost: set[str] = set()
         for verdict in verdicts:
             if verdict.attempt != attempt or not verdict.peer:
                 continue
             if verdict.name == "joined":
                 seen[verdict.peer] = max(seen.get(verdict.peer, -math.inf), verdict.t)
+                lost.discard(verdict.peer)
             elif verdict.name == "lost":
-                lost[verdict.peer] = verdict.t
                 seen.setdefault(verdict.peer, verdict.t)
-        return tuple(Peer(p, role_of(p), t > lost.get(p, -math.inf), t) for p, t in sorted(seen.items()))
+                lost.add(verdict.peer)  # events of a node that was cut off don't make it alive: only joining does
+        return tuple(Peer(p, role_of(p), p not in lost, t) for p, t in sorted(seen.items()))
 
 
 def reduce_events(events: Iterable[Mapping[str, Any]]) -> RunStory:
