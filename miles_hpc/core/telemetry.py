@@ -7,7 +7,7 @@ Kinds, told apart by `kind`:
     verdict  {"name": "lost", "peer": "...", "evidence": "..."}        what the run decided, and why
     note     {"name": "allocation", ...}                               start, end, evaluation, resume
 
-Every line carries `t` (epoch seconds), `attempt`, `term`, `process`. A line that was cut off by a kill is skipped by readers.
+Every line carries `t` (epoch seconds), `attempt`, `term`, `process`. Readers skip a line that a kill cut off.
 """
 
 from __future__ import annotations
