@@ -157,7 +157,8 @@ def test_status_without_slurm(here: Path, capsys: pytest.CaptureFixture[str]) ->
     (paths.attempt(1) / "outcome.json").write_text('{"code": 1, "reason": "trainer-t1 lost"}')
     paths.events.mkdir()
     (paths.events / "c.jsonl").write_text(
-        '{"t": 1, "kind": "metric", "step": 7, "values": {}}\n{"t": 2, "kind": "verdict", "name": "lost", "peer": "r1"}\n'
+        '{"t": 1, "kind": "metric", "step": 7, "values": {}}\n'
+        '{"t": 2, "kind": "verdict", "name": "lost", "peer": "r1"}\n'
     )
     assert main(["status", str(paths.root)]) == 0
     shown = capsys.readouterr().out

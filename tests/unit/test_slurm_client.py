@@ -14,11 +14,11 @@ from tests.fakes.fake_slurm import FakeSlurm
 
 # Printed by scontrol 22.05.8 for a job whose output path and component name hold spaces; shortened in the middle.
 HET_JOB = """\
-JobId=4 HetJobId=4 HetJobOffset=0 JobName=x-trainer HetJobIdSet=4-6 UserId=root(0) Priority=4294901756 JobState=RUNNING \
+JobId=4 HetJobId=4 HetJobOffset=0 JobName=x-trainer HetJobIdSet=4-6 UserId=root(0) JobState=RUNNING \
 Reason=None Dependency=(null) Requeue=1 Restarts=2 ExitCode=0:0 RunTime=00:00:03 TimeLimit=00:02:00 \
 StartTime=2026-11-29T16:21:54 EndTime=2026-11-29T16:23:54 Partition=trainer AllocNode:Sid=localhost:3578 \
 ReqNodeList=(null) ExcNodeList=(null) NodeList=t[1-2] BatchHost=t1 NumNodes=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:* \
-TRES=cpu=2,node=2,billing=2 Command=/tmp/p.sh WorkDir=/tmp StdErr=/tmp/a b/slurm-4.out StdOut=/tmp/a b/slurm-4.out Power=
+TRES=cpu=2,node=2,billing=2 Command=/tmp/p.sh StdErr=/tmp/a b/slurm-4.out StdOut=/tmp/a b/slurm-4.out Power=
 JobId=6 HetJobId=4 HetJobOffset=2 JobName=x sandbox JobState=PENDING Reason=Resources Restarts=0 ExitCode=0:0 \
 EndTime=Unknown NodeList=(null)
 JobId=5 HetJobId=4 HetJobOffset=1 JobName=x-rollout JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=3:0 \
