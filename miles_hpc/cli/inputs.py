@@ -48,7 +48,7 @@ def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInput
     run = with_absolute_paths(load_run(file, args.set), Path.cwd())
     name = site_name(args.site, run) or default_site
     site = load_site(name, site_folders())
-    run_dir = Path(args.run_dir or run.run_dir or Path("runs") / run.name).expanduser()
+    run_dir = Path(args.run_dir or run.run_dir or f"runs/{run.name}").expanduser()
     paths = RunPaths(Path.cwd() / run_dir)
     run = msgspec.structs.replace(run, site=site.name, run_dir=str(paths.root))
     validate(run, site)
@@ -71,7 +71,7 @@ def find_run_dir(text: str) -> RunPaths:
         paths = RunPaths(Path(text).absolute())
     else:
         run = load_run(find_run_file(text))
-        paths = RunPaths(Path.cwd() / (run.run_dir or Path("runs") / run.name))
+        paths = RunPaths(Path.cwd() / Path(run.run_dir or f"runs/{run.name}").expanduser())
     if not paths.identity.is_file():
         raise UserError(f"{paths.root} is not a run directory: identity.json is missing; 'miles-hpc submit' makes one")
     return paths

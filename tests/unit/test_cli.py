@@ -12,6 +12,7 @@ import pytest
 
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.submit import prepare
+from miles_hpc.core.load import load_resolved
 from miles_hpc.core.paths import RunPaths
 from tests.unit.runs import make_run, make_site, write_run
 
@@ -166,6 +167,33 @@ def test_status_without_slurm(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "7 of 100" in shown
     assert "code 1, reason trainer-t1 lost" in shown
     assert "lost: peer r1" in shown
+
+
+def test_local_prepares_the_run_and_becomes_its_launcher(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environ: started.append((command, environ)))
+    monkeypatch.setenv("MILES_HPC_SITE", "slurm_box")  # for jobs; this machine is meant here
+    main(["local", "run.toml", "--set", "rollout.n_steps=3"])
+    paths = RunPaths(here / "runs" / "tiny")
+    (command, environ), *rest = started
+    assert command == [sys.executable, "-P", "-m", "launchers.local", "--run-dir", str(paths.root)]
+    assert environ["PYTHONPATH"] == str(REPOSITORY)
+    assert rest == []
+    run, site = load_resolved(paths)
+    assert (run.rollout.n_steps, run.site, site.scheduler) == (3, "laptop", "none")
+    assert (paths.model / "config.json").is_file()
+    assert not paths.job_script.exists()
+
+
+def test_a_recipe_is_found_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import miles_hpc.recipes
+
+    recipes = here / "recipes"
+    recipes.mkdir()
+    (recipes / "small.toml").write_text((here / "run.toml").read_text())
+    monkeypatch.setattr(miles_hpc.recipes, "__path__", [str(recipes)])
+    assert main(["render", "small"]) == 0
+    assert main(["render", "smal"]) == 2
 
 
 def test_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
