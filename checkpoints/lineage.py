@@ -200,16 +200,13 @@ def reusable_groups(journals: Mapping[int, JournalRead], counted: Account) -> di
 
 
 def _unsaved_steps(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> int:
-    """Steps done after the manifest, by its own term or a later one that continues it; without one: all steps."""
-    done: set[int] = set()
-    for term, read in journals.items():
-        started = read.started
-        if started is None:
-            continue
-        base = (manifest.term, manifest.step) if manifest is not None else (0, 0)
-        if term == base[0] or (started.base_term, started.base_step) == base:
-            done |= {r.step for r in read.records() if isinstance(r, StepDone) and r.step > base[1]}
-    return len(done)
+    """Steps done behind the manifest by the newest term that continues it, or by its own; without one: from step 1."""
+    base = (manifest.term, manifest.step) if manifest is not None else (0, 0)
+    for term in sorted(journals, reverse=True):
+        started = journals[term].started
+        if started is not None and (term == base[0] or (started.base_term, started.base_step) == base):
+            return len({r.step for r in journals[term].records() if isinstance(r, StepDone) and r.step > base[1]})
+    return 0
 
 
 def _completed(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> bool:

@@ -98,8 +98,8 @@ def summary(run_dir: Path, audit: dict[str, Any]) -> str:
     if {"before", "after"} <= evaluations.keys():
         before, after = evaluations["before"], evaluations["after"]
         lines.append(
-            f"demo: held-out reward over {after['n']} episodes: {before['mean']:.3f} before RL, {after['mean']:.3f} after"
-            f" ({after['mean'] - before['mean']:+.3f})"
+            f"demo: held-out reward over {after['n']} episodes: {before['mean']:.3f} before RL,"
+            f" {after['mean']:.3f} after ({after['mean'] - before['mean']:+.3f})"
         )
         kinds = (f"{k} {before['by_label'].get(k, 0):.2f}->{v:.2f}" for k, v in after["by_label"].items())
         lines.append("demo: by kind: " + ", ".join(kinds))

@@ -14,13 +14,11 @@ import math
 import statistics
 import time
 import tomllib
-from collections import Counter
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from checkpoints.publish import publish_bytes
-from miles_hpc.cli.story import FAULTS, Allocation, RunStory, Verdict
+from miles_hpc.cli.story import FAULTS, Allocation, RunStory
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cli.wording import HostNames, duration, quantity
 from miles_hpc.core.errors import UserError
@@ -42,7 +40,9 @@ _CAPTIONS = {
     "sft": "Loss on demonstrations before RL.",
 }
 
-# (label, path in resolved.toml, what an absent or empty value means: None = leave the line out)
+_TIMELINE_ROWS = 200
+
+# (label, path in resolved.toml); an absent or empty value leaves the line out
 _CONDITIONS = (
     ("site", "site"),
     ("task", "environment.name"),
@@ -201,7 +201,12 @@ def _summary(story: RunStory) -> str:
         return "No events were written yet."
     started = time.strftime("%Y-%m-%d %H:%M", time.gmtime(story.first_t))
     nodes = f" on {_nodes(story.allocations[-1])} nodes" if story.allocations and story.allocations[-1].hosts else ""
-    return f"Started {started} UTC{nodes}, {_count(len(story.allocations), 'allocation')}, {duration(story.wall_s)}."
+    over = f" over {_count(len(story.allocations), 'allocation')}" if story.allocations else ""
+    return f"Started {started} UTC{nodes}; {duration(story.wall_s)}{over}."
+
+
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")
 
 
 def _count(n: int, noun: str) -> str:
@@ -212,13 +217,17 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
     cards = []
     before, after = story.evaluation("before") or story.evaluation("sft_only"), story.evaluation("after")
     if before is not None or after is not None:
-        value = " → ".join("?" if e is None else f"{e.mean:.2f}" for e in (before, after))
+        value = " → ".join("?" if e is None else _signed(e.mean) for e in (before, after))
         n = sorted({e.n for e in (before, after) if e is not None})
         detail = f"mean of {' and '.join(map(str, n))} held-out episodes, before → after RL"
         cards.append({"label": "Reward", "value": value, "detail": detail})
     else:
         _, values = story.series("rollout/raw_reward")
-        shown = f"{statistics.fmean(values[:5]):.2f} → {statistics.fmean(values[-5:]):.2f}" if values else "none yet"
+        shown = (
+            f"{_signed(statistics.fmean(values[:5]))} → {_signed(statistics.fmean(values[-5:]))}"
+            if values
+            else "none yet"
+        )
         detail = "first → last five steps of training; not evaluated" if values else "no RL step was finished"
         cards.append({"label": "Reward", "value": shown, "detail": detail})
     total = story.total_steps
@@ -238,9 +247,9 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
     cards.append({"label": "Wall time", "value": duration(story.wall_s), "detail": detail})
     redone = len({s.step for s in story.superseded})
     if story.faults or redone:
-        lost = sum(v.name == "lost" for v in story.verdicts)
+        losses = sum(v.name == "lost" for v in story.verdicts)
         detail = f"{_count(redone, 'step')} undone" if redone else "no step undone"
-        cards.append({"label": "Processes lost", "value": str(lost), "detail": detail})
+        cards.append({"label": "Processes lost", "value": str(losses), "detail": detail})
     return cards
 
 
@@ -252,7 +261,7 @@ def _kinds(story: RunStory) -> dict[str, Any]:
     for label in [*labels, None] if found else []:
         values = {w: e.mean if label is None else e.by_label.get(label) for w, e in found.items()}
         row: dict[str, Any] = {"label": label or "all", "total": label is None, "change": "", "bar": None}
-        row["cells"] = ["" if v is None else f"{v:.2f}" for v in values.values()]
+        row["cells"] = ["" if v is None else _signed(v) for v in values.values()]
         b, a = values.get("before"), values.get("after")
         if a is not None and b is not None:
             row["change"] = f"{a - b:+.2f}".replace("-", "−")
@@ -263,7 +272,8 @@ def _kinds(story: RunStory) -> dict[str, Any]:
     return {
         "kinds": rows,
         "whens": [w.replace("_", " ") for w in found],
-        "kinds_bars": bars,
+        "kinds_change": bars,
+        "kinds_bars": any(row["bar"] for row in rows),
         "kinds_caption": f"Mean reward of held-out episodes ({sizes}).",
     }
 
@@ -304,36 +314,25 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
         rows.append((e.t, False, f"Evaluation {e.when.replace('_', ' ')}: {e.mean:.2f} over {e.n} episodes"))
     if story.complete_t is not None:
         rows.append((story.complete_t, False, "Run complete"))
-    shown = [v for v in story.verdicts if v.name != "engine_synced"]
-    for _, same in groupby(shown, key=lambda v: (v.name, v.attempt)):
-        verdicts = list(same)
-        rows.append((verdicts[0].t, verdicts[0].name in FAULTS, _together(verdicts)))
+    rows += [(t, name in FAULTS, text) for t, name, text in story.told()]
+    if len(rows) > _TIMELINE_ROWS:
+        rows = [row for row in rows if not row[2].startswith(("dropped", "joined"))] or rows
     rows.sort(key=lambda row: row[0])
+    left_out = max(0, len(rows) - _TIMELINE_ROWS)
+    rows = rows[:_TIMELINE_ROWS]
     done = sorted((s.t, s.step) for s in story.steps + story.superseded)
-    result, index = [], 0
+    result: list[dict[str, Any]] = []
+    index = 0
     for t, fault, text in rows:
         while index < len(done) and done[index][0] <= t:
             index += 1
         text = hosts.hide(text[:1].upper() + text[1:])
+        text = text if len(text) <= 300 else text[:299] + "…"
         step = str(done[index - 1][1]) if index else ""
         result.append(
             {"time": duration(max(0.0, t - (story.first_t or t))), "step": step, "fault": fault, "text": text}
         )
     return result
-
-
-def _together(verdicts: list[Verdict]) -> str:
-    """Neighbouring verdicts of one kind in one line."""
-    if len(verdicts) == 1:
-        return verdicts[0].text
-    if verdicts[0].name == "dropped":
-        reasons = Counter(str(v.fields.get("reason", "no reason given")) for v in verdicts)
-        return f"dropped {len(verdicts)} groups: " + ", ".join(f"{n} × {r}" for r, n in reasons.most_common(6))
-    if verdicts[0].name == "joined":
-        peers = [v.peer for v in verdicts]
-        return f"{len(peers)} joined: " + ", ".join(peers[:12]) + (", ..." if len(peers) > 12 else "")
-    texts = [v.text for v in verdicts]
-    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _conditions(config: dict[str, Any], hosts: HostNames) -> list[tuple[str, str]]:

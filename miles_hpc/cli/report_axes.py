@@ -26,10 +26,13 @@ __all__ = [
     "STYLE",
     "fault_marks",
     "legend",
+    "marker_size",
+    "plain",
     "range_of",
     "smooth",
     "step_at",
     "step_axis",
+    "width_of",
 ]
 
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = (
@@ -44,7 +47,7 @@ INK, GREY, BAND = "#222222", "#6b7280", "#eef2f6"
 
 _FAULT_WORDS = {"lost": "lost", "rollback": "went back", "fenced": "fenced"}
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.spines.top": False,
@@ -72,28 +75,50 @@ def smooth(values: list[float]) -> list[float]:
     half = min(25, max(1, len(values) // 20))
     means = []
     for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
+        window = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
         means.append(sum(window) / len(window) if window else math.nan)
     return means
 
 
-def legend(axes: Axes, columns: int = 3) -> None:
-    """Below the axes, so that it covers no data; faults come last."""
+def marker_size(n: int) -> float:
+    """Smaller for many points."""
+    return 4.0 if n <= 150 else 2.2
+
+
+def plain(text: str) -> str:
+    """Text from a run as matplotlib shows it literally: no formula, no hidden entry, at most 16 characters."""
+    short = text if len(text) <= 16 else text[:15] + "…"
+    return short.replace("$", r"\$").lstrip("_") or "unnamed"
+
+
+def width_of(axes: Axes) -> float:
+    """Width in inches of the part of the figure that these axes and their labels may use."""
+    spec = axes.get_subplotspec()
+    share = 1.0 if spec is None else len(spec.colspan) / spec.get_gridspec().ncols
+    return share * axes.figure.get_figwidth()  # type: ignore[union-attr]
+
+
+def legend(axes: Axes) -> None:
+    """Below the axes, so that it covers no data, in as many columns as fit; faults come last."""
     found = sorted(
         zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: pair[1] in _FAULT_WORDS.values()
     )
-    if found:
-        handles, labels = zip(*found, strict=True)
-        axes.legend(
-            handles,
-            labels,
-            loc="upper left",
-            bbox_to_anchor=(-0.01, -0.2),
-            ncols=columns,
-            columnspacing=1.3,
-            handlelength=1.6,
-        )
+    if not found:
+        return
+    handles, labels = zip(*found, strict=True)
+    entry_in = 0.43 + 0.075 * max(len(label) for label in labels)  # line, gaps, and 9.5-point text
+    columns = max(1, int((width_of(axes) - 0.7) / entry_in))
+    rows = -(-len(labels) // columns)
+    axes.legend(
+        handles,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(-0.01, -0.2),
+        ncols=-(-len(labels) // rows),
+        columnspacing=1.1,
+        handlelength=1.5,
+        handletextpad=0.6,
+    )
 
 
 def step_axis(axes: Axes, story: RunStory, first: int, last: int) -> None:
@@ -130,7 +155,7 @@ def fault_marks(axes: Axes, faults: list[tuple[Verdict, float]]) -> None:
         if not at:
             continue
         top = axes.get_xaxis_transform()
-        for x in at:
+        for x in at if len(faults) <= 8 else ():  # many lines would hide the data
             axes.axvline(x, color=colour, linewidth=1, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
         style: dict[str, Any] = {"marker": marker, "linestyle": "none", "markersize": 7, "color": colour}
         axes.plot(at, [0.97] * len(at), transform=top, label=_FAULT_WORDS[name], zorder=5, **style)

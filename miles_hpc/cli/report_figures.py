@@ -24,9 +24,12 @@ from miles_hpc.cli.report_axes import (
     STYLE,
     fault_marks,
     legend,
+    marker_size,
+    plain,
     range_of,
     smooth,
     step_axis,
+    width_of,
 )
 from miles_hpc.cli.story import ROLES, RunStory
 from miles_hpc.cli.wording import duration
@@ -71,7 +74,8 @@ def render_all(story: RunStory, cap: int | None, title: str, subtitle: str) -> b
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 1.1 + 3.5 * max(1, rows)), dpi=130, layout="constrained", facecolor="white")
         figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.03)  # type: ignore[union-attr, call-arg]
-        figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
+        name = title[:80].replace("$", r"\$")
+        figure.suptitle(f"{name}\n", x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
         figure.text(0.012, 1 - 0.62 / figure.get_figheight(), subtitle, fontsize=11, color=GREY, va="top")
         grid = figure.add_gridspec(max(1, rows), 2)
         for row, panel in enumerate(wide):
@@ -108,15 +112,16 @@ def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
     around = [*steps, *(e.step for e in evaluations)]
     first, last = min(around), max(around)
     if steps:
-        axes.plot(steps, values, ".-", color=SKY, linewidth=0.8, markersize=4, label="mean of the batch")
+        style: dict[str, Any] = {"marker": "." if len(steps) <= 150 else "", "markersize": 4, "linewidth": 0.8}
+        axes.plot(steps, values, color=SKY, label="batch mean", **style)
         axes.plot(steps, smooth(values), color=BLUE, linewidth=2.4, label="smoothed")
     everything = [v for v in [*values, *(e.mean for e in evaluations)] if math.isfinite(v)]
     if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(0, 1.06)
     if evaluations:
-        style: dict[str, Any] = {"marker": "D", "linestyle": "none", "markersize": 8, "zorder": 6}
+        style = {"marker": "D", "linestyle": "none", "markersize": 8, "zorder": 6}
         at = [e.step for e in evaluations], [e.mean for e in evaluations]
-        axes.plot(*at, color=INK, markeredgecolor="white", label="held-out evaluation", **style)
+        axes.plot(*at, color=INK, markeredgecolor="white", label="evaluation", **style)
     for e in evaluations:
         right = e.step > (first + last) / 2
         axes.annotate(
@@ -131,27 +136,29 @@ def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
         )
     axes.set_ylabel("reward")
     step_axis(axes, story, first, last)
-    width_in = axes.figure.get_figwidth()  # type: ignore[union-attr]
     if evaluations:
-        margin = (last - first + 1) * 0.65 / (width_in - 1.8)  # room for the labels beside the first and last mark
+        margin = (last - first + 1) * 0.75 / (width_of(axes) - 1.8)  # room for labels
         axes.set_xlim(first - margin, last + margin)
-    legend(axes, 5 if width_in > 7 else 3)
+    legend(axes)
 
 
 def _kinds(axes: Axes, story: RunStory, cap: int | None) -> None:
     prefix = "rollout/reward/"
     names = sorted({n for s in story.steps for n in s.values if n.startswith(prefix)})
     colours = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, INK, GREY)
-    for index, name in enumerate(names):
+    if len(names) > 8:
+        words = f"8 of {len(names)} kinds; all are in the table of metrics"
+        axes.text(0.01, 0.02, words, transform=axes.transAxes, fontsize=9, color=GREY)
+    for index, name in enumerate(names[:8]):
         steps, values = story.series(name)
         line = ("-", "--", "-.", ":")[(index // 2) % 4]
-        label = name.removeprefix(prefix)
+        label = plain(name.removeprefix(prefix))
         axes.plot(steps, smooth(values), line, color=colours[index % 8], linewidth=1.8, label=label)
     if len(names) > 1 and all(0 <= v <= 1 for n in names for v in story.series(n)[1]):
         axes.set_ylim(0, 1.06)
     axes.set_ylabel("reward, smoothed")
     step_axis(axes, story, *range_of(story, tuple(names)))
-    legend(axes, 4)
+    legend(axes)
 
 
 def _sft(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -167,14 +174,14 @@ def _sft(axes: Axes, story: RunStory, cap: int | None) -> None:
 def _staleness(axes: Axes, story: RunStory, cap: int | None) -> None:
     names = ("rollout/staleness_max", "rollout/staleness_mean")
     styles: tuple[dict[str, Any], ...] = (
-        {"linestyle": "none", "marker": "o", "markersize": 4, "color": ORANGE, "label": "largest"},
+        {"linestyle": "none", "marker": "o", "color": ORANGE, "label": "largest"},
         {"linewidth": 1.8, "color": BLUE, "label": "mean"},
     )
     largest = 1.0
     for name, style in zip(names, styles, strict=True):
         steps, values = story.series(name)
         if steps:
-            axes.plot(steps, values, **style)
+            axes.plot(steps, values, **({"markersize": marker_size(len(steps)), **style}))
             largest = max(largest, *(v for v in values if math.isfinite(v)), 0)
     if cap is not None:
         axes.axhline(cap, color=INK, linestyle="--", linewidth=1.4, label=f"bound ({cap})")
@@ -182,7 +189,7 @@ def _staleness(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_ylim(0, largest * 1.15)
     axes.set_ylabel("steps behind at use")
     step_axis(axes, story, *range_of(story, names))
-    legend(axes, 5)
+    legend(axes)
 
 
 _PARTS = (
@@ -222,16 +229,26 @@ def _step_time(axes: Axes, story: RunStory, cap: int | None) -> None:
         axes.set_ylim(0, 2 * usual)
         cut = sum(t > 2 * usual for t in tops)
         words = f"{cut} cut, longest {duration(tops[-1])}"
-        axes.text(0.99, 0.9, words, transform=axes.transAxes, ha="right", fontsize=9, color=INK)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 2, "alpha": 0.85}
+        axes.text(0.99, 0.82, words, transform=axes.transAxes, ha="right", fontsize=9, color=INK, bbox=box)
     axes.set_ylabel("seconds per step")
     step_axis(axes, story, steps[0].step, steps[-1].step)
     legend(axes)
 
 
 def _idle(axes: Axes, story: RunStory, cap: int | None) -> None:
-    attempts = sorted({s.attempt for s in story.idle})[-4:]
+    attempts = sorted({s.attempt for s in story.idle})
     roles = [r for r in ROLES if any(s.role == r for s in story.idle)]
     colours = (BLUE, ORANGE, GREEN, PURPLE)
+    if len(attempts) > 4:
+        for role, colour, marker in zip(roles, colours, "os^", strict=False):
+            own = [s for s in story.idle if s.role == role]
+            axes.plot([s.attempt for s in own], [100 * s.idle for s in own], marker + "-", color=colour, label=role)
+        axes.set_ylim(0, 105)
+        axes.set_ylabel("idle, percent")
+        axes.set_xlabel("allocation")
+        legend(axes)
+        return
     height = 0.8 / len(attempts)
     for order, attempt in enumerate(attempts):
         for place, role in enumerate(roles):
@@ -250,7 +267,7 @@ def _idle(axes: Axes, story: RunStory, cap: int | None) -> None:
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("idle share of the role's time, percent")
-    legend(axes, 3)
+    legend(axes)
 
 
 def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -261,15 +278,16 @@ def _probe(axes: Axes, story: RunStory, cap: int | None) -> None:
     some = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0 and math.isfinite(v)]
     zeros = [s for s, v in zip(steps, values, strict=True) if v == 0]
     axes.set_yscale("log")
+    style: dict[str, Any] = {"color": BLUE, "markersize": marker_size(len(steps))}
     if some:
-        axes.plot(*zip(*some, strict=True), "o", color=BLUE, markersize=4, label="mean |difference|")
+        axes.plot(*zip(*some, strict=True), "o", label="mean |difference|", **style)
     if zeros:
-        axes.plot(zeros, [floor] * len(zeros), "v", color=BLUE, markerfacecolor="white", label="exactly 0")
+        axes.plot(zeros, [floor] * len(zeros), "v", markerfacecolor="white", label="exactly 0", **style)
     axes.axhline(1e-5, color=RED, linestyle="--", linewidth=1.4, label="1e-5")
     axes.set_ylim(floor / 2, max([*positive, 1e-5]) * 4)
     axes.set_ylabel("log-prob difference")
     step_axis(axes, story, *range_of(story, (name,)))
-    legend(axes, 4)
+    legend(axes)
 
 
 def _replay_percent(story: RunStory) -> tuple[list[int], list[float]]:
@@ -322,7 +340,7 @@ def _clock(axes: Axes, story: RunStory, cap: int | None) -> None:
         )
     if story.superseded:
         at = [x(s.t) for s in story.superseded], [s.step for s in story.superseded]
-        axes.plot(*at, "s", color=ORANGE, markersize=5, label="undone, trained again")
+        axes.plot(*at, "s", color=ORANGE, markersize=5, label="undone later")
     if story.evaluations:
         at = [x(e.t) for e in story.evaluations], [e.step for e in story.evaluations]
         axes.plot(*at, "D", color=INK, markeredgecolor="white", markersize=7, label="evaluation", zorder=6)

@@ -18,8 +18,10 @@ Idle share of a role in one allocation, by the best evidence at hand:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 __all__ = [
@@ -40,6 +42,7 @@ ROLES = ("trainer", "rollout", "sandbox")
 #: Verdicts that tell of something that broke or was undone.
 FAULTS = frozenset({"lost", "fenced", "rollback"})
 
+_ROUTINE = frozenset({"engine_synced"})
 _FAILED = frozenset({"failed", "error", "cancelled"})
 _ROLE = re.compile("|".join((*ROLES, "controller", "supervisor")))
 
@@ -113,7 +116,7 @@ class Verdict:
     def text(self) -> str:
         """One line in words; every line break and control character becomes a space."""
         f = self.fields
-        evidence = f" ({f['evidence']})" if f.get("evidence") else ""
+        evidence = f": {f['evidence']}" if f.get("evidence") else ""
         who = self.peer or self.process
         match self.name:
             case "lost":
@@ -218,10 +221,30 @@ class RunStory:
         """The newest evaluation of this kind: one that was repeated after a restart counts."""
         return next((e for e in reversed(self.evaluations) if e.when == when), None)
 
+    def told(self) -> list[tuple[float, str, str]]:
+        """(t, name, text) worth telling: neighbouring verdicts of a kind in one line, routine ones left out."""
+        shown = [v for v in self.verdicts if v.name not in _ROUTINE]
+        groups = [list(same) for _, same in groupby(shown, key=lambda v: (v.name, v.attempt))]
+        return [(g[0].t, g[0].name, _together(g)) for g in groups]
+
     def gaps(self) -> list[tuple[Allocation, Allocation]]:
         """Neighbouring allocations with time between them."""
         pairs = zip(self.allocations, self.allocations[1:], strict=False)
         return [(a, b) for a, b in pairs if b.start > a.closed]
+
+
+def _together(verdicts: list[Verdict]) -> str:
+    """Neighbouring verdicts of one kind in one line of words."""
+    if len(verdicts) == 1:
+        return verdicts[0].text
+    if verdicts[0].name == "dropped":
+        reasons = Counter(str(v.fields.get("reason", "no reason given")) for v in verdicts)
+        return f"dropped {len(verdicts)} groups: " + ", ".join(f"{n} × {r}" for r, n in reasons.most_common(6))
+    if verdicts[0].name == "joined":
+        peers = [v.peer for v in verdicts]
+        return f"{len(peers)} joined: " + ", ".join(peers[:12]) + (", ..." if len(peers) > 12 else "")
+    texts = [v.text for v in verdicts]
+    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def role_of(process: str) -> str:

@@ -28,6 +28,7 @@ from miles_hpc.cli.story import (
 __all__ = ["StoryReducer", "reduce_events"]
 
 _BUSY_SPANS = frozenset({"train_step", "sync", "save", "generate", "sandbox", "eval", "sft_data"})
+_OBSERVE_S = 1.0  # a share of less time than this says nothing
 _COMPACT_AT = 2048  # intervals of one process that are kept before overlapping ones are merged
 
 
@@ -53,6 +54,7 @@ class StoryReducer:
         self._verdicts: list[tuple[float, int, str, str, dict[str, Any]]] = []
         self._phases: list[tuple[float, str, int]] = []  # t, phase, first step
         self._processes: dict[tuple[str, int], _Process] = {}
+        self._first, self._last = math.inf, -math.inf
         self._run_start: dict[str, Any] = {}
         self._complete: dict[str, Any] = {}
 
@@ -66,6 +68,7 @@ class StoryReducer:
             str(event.get("process", "")),
             str(event.get("name", "")),
         )
+        self._first, self._last = min(self._first, t), max(self._last, t)
         record = self._processes.setdefault((process, term), _Process())
         record.first, record.last = min(record.first, t), max(record.last, t)
         match event.get("kind"):
@@ -138,7 +141,6 @@ class StoryReducer:
         start = self._run_start
         sft_steps = _integer(start.get("sft_steps"))
         steps, superseded = self._lineage(allocations, sft_steps)
-        times = [(p.first, p.last) for p in self._processes.values()]
         verdicts = [
             Verdict(t, _attempt(allocations, term, t), process, name, fields)
             for t, term, process, name, fields in self._verdicts
@@ -166,8 +168,8 @@ class StoryReducer:
             idle=self._idle(allocations, steps + superseded),
             peers=self._peers(allocations, verdicts),
             phase=newest_phase or (steps[-1].phase if steps else ""),
-            first_t=min((a for a, _ in times), default=None),
-            last_t=max((b for _, b in times), default=None),
+            first_t=self._first if self._processes else None,
+            last_t=self._last if self._processes else None,
             complete_t=_number(complete.get("t")),
             trained_groups=groups,
             extra={k: v for k, v in start.items() if k not in known},
@@ -262,7 +264,7 @@ class StoryReducer:
                     busy = observed - sum(v["perf/wait_batch_time"] for v in waits)
                 else:
                     continue
-                if observed > 0 and math.isfinite(busy / observed):
+                if observed >= _OBSERVE_S and math.isfinite(busy / observed):
                     shares.append(IdleShare(attempt, role, min(1.0, max(0.0, 1 - busy / observed)), observed, evidence))
         return tuple(shares)
 

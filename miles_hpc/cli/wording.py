@@ -44,7 +44,8 @@ class HostNames:
     """Replaces host names and addresses by what they stand for, so that a report can be shown to anyone.
 
     A host of one role becomes `rollout node 2`, a host of several `node 1`, numbered in the order of appearance.
-    Known hosts are those that the allocations list, with or without their domain.
+    Known hosts are those that the allocations list, with or without their domain. Peers are called role-host-rank:
+    `rollout-n17-0` becomes `rollout node 2 rank 0`.
     """
 
     def __init__(self, story: RunStory) -> None:
@@ -63,7 +64,7 @@ class HostNames:
             self._labels[host] = f"{label} {counts[label]}"
         names = "|".join(re.escape(h) for h in sorted(self._labels, key=len, reverse=True) if h)
         self._pattern = (
-            re.compile(rf"(?<![A-Za-z0-9])(?:([a-z]+)[-/@:])?({names})(?:\.[A-Za-z][\w-]*)*(?![A-Za-z0-9])")
+            re.compile(rf"(?<![A-Za-z0-9])(?:([a-z]+)[-/@:])?({names})(?:\.[A-Za-z]\w*)*(?:-(\d+))?(?![A-Za-z0-9])")
             if names
             else None
         )
@@ -72,10 +73,8 @@ class HostNames:
         """`text` with every known host replaced, and every IPv4 address."""
 
         def label(match: re.Match[str]) -> str:
-            words = self._labels[match[2]]
-            prefix = match[1]
-            if prefix is None or words.startswith(prefix):
-                return words
-            return f"{prefix} on {words}"
+            role, host, rank = match[1], self._labels[match[2]], match[3]
+            words = f"{role} on {host}" if role is not None and not host.startswith(role) else host
+            return words if rank is None else f"{words} rank {rank}"
 
         return _ADDRESS.sub("an address", self._pattern.sub(label, text) if self._pattern else text)

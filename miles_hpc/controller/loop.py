@@ -61,7 +61,7 @@ from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity, R
 from miles_hpc.core.types import GroupPurpose, WeightVersion
 from miles_hpc.dataflow.advantage import group_advantages
 from miles_hpc.dataflow.buffer import Batch, GroupBuffer
-from miles_hpc.dataflow.packing import PackingItem, plan_batch
+from miles_hpc.dataflow.packing import TrainItem, plan_batch, train_items
 from miles_hpc.dataflow.source import PromptSource
 
 __all__ = ["AllocationEnds", "TermLoop", "TrainerLost"]
@@ -244,7 +244,7 @@ class TermLoop:
             await self._check_allocation()
             step = self._step + 1
             chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, step, self._run.seed)]
-            items = [PackingItem.of(group, 0, advantage=1.0) for group in chosen]
+            items = [item for group in chosen for item in train_items(group, [1.0])]
             await self._optimizer_step(step, "sft", items, sft_lr(sft, step), {})
 
     # ------------------------------------------------------------------------------------------ RL
@@ -256,13 +256,13 @@ class TermLoop:
             batch = await self._next_batch()
         waited_s = time.monotonic() - started
         train = self._run.train
-        items = []
+        items: list[TrainItem] = []
         for group in batch.groups:
             rewards = [t.reward for t in group.trajectories]
             advantages = group_advantages(
                 rewards, train.advantage_estimator, std_normalization=train.grpo_std_normalization
             )
-            items += [PackingItem.of(group, i, advantage=float(a)) for i, a in enumerate(advantages)]
+            items += train_items(group, advantages)
         values = batch_metrics(batch) | sync_metrics(self._fleet.take_records())
         values["perf/wait_batch_time"] = waited_s
         values["buffer/live"] = self._buffer.live
@@ -292,7 +292,7 @@ class TermLoop:
         self,
         step: int,
         loss: str,
-        items: list[PackingItem],
+        items: list[TrainItem],
         lr: float,
         values: dict[str, float],
         *,
@@ -313,7 +313,7 @@ class TermLoop:
             step=step,
             loss=loss,
             lr=lr,
-            microbatches=packed.ranks,
+            microbatches=packed.microbatches,
             total_loss_tokens=packed.total_loss_tokens,
             routing_replay=loss == "grpo" and self._run.rollout.routing_replay and self._shape.n_experts > 0,
             deadline_s=self._run.control.step_deadline_s,

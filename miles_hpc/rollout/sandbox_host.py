@@ -71,8 +71,8 @@ class SandboxLimits:
 
 # PID 1 of a sandbox. It reads NUL-terminated fields from descriptor 3: name and content of each file, an empty name,
 # then commands. Commands get descriptor 4 as output. `trap : INT` keeps an interrupt from ending it; subshells reset
-# it. Where a command names /dev or /proc it runs in a fresh bash, because an undumpable process can't open its own
-# /proc/self/fd, and so neither /dev/stderr.
+# it. Where a command names /dev/stderr or the like it runs in a fresh bash, because an undumpable process can't open
+# its own /proc/self/fd.
 _DRIVER = r"""
 ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} -u {processes} || exit 9
 trap : INT
@@ -87,7 +87,7 @@ echo "$failed" >&3
 unset failed
 while IFS= read -r -d '' -u 3 command; do
   (
-    case $command in (*/dev/*|*/proc/*) exec bash -c "$command";; esac
+    case $command in (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command";; esac
     eval "$command"
   ) </dev/null >&4 2>&1 3<&- 4>&-
   echo $? >&3

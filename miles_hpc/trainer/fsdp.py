@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import MilesError, PeerLost, ProtocolError
@@ -104,7 +104,7 @@ class FsdpBackend(TrainBackend):
         if checkpoint is None:
             return self._step
         counters = load_counters(checkpoint, self.n_parameters)
-        self._model.reshard()
+        self._reshard()
         self._reference = load_state(checkpoint, self._parameters, self._optimizer, rank=self._rank)
         self._step, self._loss = counters.step, counters.loss
         return self._step
@@ -122,6 +122,7 @@ class FsdpBackend(TrainBackend):
         start = time.perf_counter()
         arrays = self._read_batch(message)
         read = time.perf_counter()
+        self._optimizer.zero_grad(set_to_none=True)  # what a step that failed has left
         self._enter_phase(message.loss)
         sums, replayed = self._forward_backward(message, arrays)
         trained = time.perf_counter()
@@ -142,24 +143,24 @@ class FsdpBackend(TrainBackend):
             logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits  # [rows, length - 1, V]
             scores = token_scores(logits.flatten(0, 1), ids[:, 1:].flatten())
             result[first : first + rows] = scores.log_probs.view(ids.shape[0], -1).cpu().numpy()
-        self._model.reshard()
+        self._reshard()
         return result
 
     @torch.no_grad()
     def export_weights(self) -> Iterator[HostTensor]:
-        self._model.reshard()
+        self._reshard()
         dtype = getattr(torch, self._run.model.dtype)
         for name, parameter in self._parameters.items():
             full = parameter.full_tensor()
             if self._rank == 0:
-                host = full.to(dtype).cpu().contiguous()
+                host = full.to("cpu", dtype, copy=True).contiguous()  # of its own: it is served while training goes on
                 data = memoryview(host.reshape(-1).view(torch.uint8).numpy())
             else:
                 data = memoryview(b"")
             yield HostTensor(name, self._run.model.dtype, tuple(full.shape), data)
 
     def save(self, folder: Path) -> SaveHandle:
-        self._model.reshard()
+        self._reshard()
         counters = TrainerCounters(
             step=self._step, loss=self._loss, world_size=self._world, n_parameters=self.n_parameters
         )
@@ -339,7 +340,6 @@ class FsdpBackend(TrainBackend):
         for group in self._optimizer.param_groups:
             group["lr"] = message.lr
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         return metrics, (int(values[-2]), int(values[-1]))
 
     # ------------------------------------------------------------------------------------------ phases, reference
@@ -365,12 +365,18 @@ class FsdpBackend(TrainBackend):
 
     def _exchange_reference(self) -> None:
         """Swap weights and reference in place, shard by shard."""
-        self._model.reshard()
+        self._reshard()
         for name, parameter in self._parameters.items():
             mine, other = parameter.detach().to_local(), self._reference[name].to_local()
             kept = mine.clone()
             mine.copy_(other)
             other.copy_(kept)
+
+    def _reshard(self) -> None:
+        """Let go of gathered parameters everywhere, so that the next forward gathers the shards as they are then."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # not recursive
 
     def _agree(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank when one failed, before anybody waits for it in a collective."""

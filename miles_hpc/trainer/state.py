@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints.publish import publish_bytes
-from miles_hpc.core.errors import IntegrityError, UserError
+from miles_hpc.core.errors import IntegrityError, MilesError, UserError
 from miles_hpc.trainer.backend import SaveHandle
 
 __all__ = ["DcpSaveHandle", "TrainerCounters", "load_counters", "load_state", "save_state", "state_tensors"]
@@ -61,7 +62,10 @@ class DcpSaveHandle(SaveHandle):
         return self._future.done()
 
     def result(self) -> dict[str, int]:
-        self._future.result()
+        try:
+            self._future.result()
+        except CheckpointException as error:  # not an Exception
+            raise MilesError(f"checkpoint {self._folder}: not written: {error}") from error
         names = [*self._own_files, *(p.name for p in self._folder.glob(f"__{self._rank}_*.distcp"))]
         if self._rank == 0:
             names.append(".metadata")
@@ -155,7 +159,7 @@ def load_state(
         raise IntegrityError(f"checkpoint {folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     try:
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise IntegrityError(f"checkpoint {folder}: {error}") from error
     _load_rng(folder / f"rng_{rank:05d}.msgpack")
     return reference

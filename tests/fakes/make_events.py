@@ -87,7 +87,7 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
             hosts=hosts,
             time_limit_s=90.0,
         )
-        for peer in ("trainer-0", "rollout-0", "rollout-1", "sandbox-0"):
+        for peer in ("trainer-vm1-0", "rollout-vm2-0", "rollout-vm3-0", "sandbox-vm4-0"):
             verdict(attempt, "joined", peer=peer)
 
     def evaluation(term: int, when: str, step: int, mean: float) -> None:
@@ -152,7 +152,7 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
             for i, kind in enumerate(KINDS):
                 values[f"rollout/reward/{kind}"] = min(1.0, max(0.0, reward + 0.1 * math.sin(1.7 * i)))
         clock += values["perf/step_time"]
-        emit("trainer-0", term, "span", name="train_step", start=clock - train, end=clock, step=number)
+        emit("trainer-vm1-0", term, "span", name="train_step", start=clock - train, end=clock, step=number)
         emit("controller", term, "span", name="wait_batch", start=start, end=start + wait, step=number)
         emit("controller", term, "metric", step=number, values=values)
 
@@ -170,16 +170,18 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
     for number in range(SFT_STEPS + 1, CUT_AT + 1):
         step(1, number, number - SFT_STEPS)
         if number == 24:
-            verdict(1, "lost", peer="rollout-1", evidence="no heartbeat for 5.0 s from vm3 (10.0.0.3:40112)")
+            verdict(1, "lost", peer="rollout-vm3-0", evidence="no heartbeat for 5.0 s from vm3 (10.0.0.3:40112)")
             for group in (201, 204, 207):
                 verdict(1, "dropped", group_id=group, reason="host lost")
             clock += 4
         if number == 27:
-            verdict(1, "joined", peer="rollout-1")
+            verdict(1, "joined", peer="rollout-vm3-0")
         if number == 31:
             verdict(1, "dropped", group_id=260, reason="stale: 3 steps behind")
-        verdict(1, "engine_synced", peer="rollout-0", version=f"1.{number}")
-    windows(1, rl_start, clock, {"rollout-0": 0.86, "rollout-1": 0.71, "sandbox-0": 0.35, "trainer-0": 0.72})
+        verdict(1, "engine_synced", peer="rollout-vm2-0", version=f"1.{number}")
+    windows(
+        1, rl_start, clock, {"rollout-vm2-0": 0.86, "rollout-vm3-0": 0.71, "sandbox-vm4-0": 0.35, "trainer-vm1-0": 0.72}
+    )
     note(1, "allocation_end", attempt=1, outcome="continue", reason="time limit in 8 s; a step takes 1.1 s")
 
     # A wait in the queue, then allocation 2 from the checkpoint.
@@ -191,7 +193,9 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
     resumed = clock
     for number in range(SAVED_AT + 1, SFT_STEPS + RL_STEPS + 1):
         step(2, number, number - SFT_STEPS)
-    windows(2, resumed, clock, {"rollout-0": 0.88, "rollout-1": 0.84, "sandbox-0": 0.37, "trainer-0": 0.74})
+    windows(
+        2, resumed, clock, {"rollout-vm2-0": 0.88, "rollout-vm3-0": 0.84, "sandbox-vm4-0": 0.37, "trainer-vm1-0": 0.74}
+    )
     evaluation(2, "after", SFT_STEPS + RL_STEPS, 0.82)
     clock += 1
     note(2, "run_complete", trained_groups=RL_STEPS * BATCH, steps=SFT_STEPS + RL_STEPS)
@@ -223,9 +227,9 @@ def play(run_dir: Path, duration_s: float, seed: int = 0) -> None:
     all_events = list(events(seed))
     begin, scale = time.time(), duration_s / (all_events[-1]["t"] - START)
     for event in all_events:
-        due = begin + (event["t"] - START) * scale
-        time.sleep(max(0.0, due - time.time()))
-        append(run_dir / "events", {**event, "t": due})
+        moved = {k: begin + (event[k] - START) * scale for k in ("t", "start", "end") if k in event}
+        time.sleep(max(0.0, moved["t"] - time.time()))
+        append(run_dir / "events", {**event, **moved})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from miles_hpc.core.errors import EXIT_USER_ERROR, MilesError, UserError
+from miles_hpc.core import exits
+from miles_hpc.core.errors import MilesError, UserError
 from tools.slurm_box.box import Box, default_root
 from tools.slurm_box.plan import BoxSpec
 
@@ -130,9 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             box.restore(options.node, resume=options.resume)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return exits.USER_ERROR
     except MilesError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

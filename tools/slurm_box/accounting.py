@@ -11,8 +11,8 @@ from pathlib import Path
 
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import UserError
-from tools.slurm_box.daemons import Process, find_binary, spawn, wait_until
 from tools.slurm_box.plan import Plan
+from tools.slurm_box.processes import find_binary, spawn, wait_until
 
 __all__ = ["PROGRAMS", "register_cluster", "start_database", "start_slurmdbd"]
 
@@ -27,7 +27,7 @@ def _quiet(argv: list[str], environ: Mapping[str, str]) -> subprocess.CompletedP
     return subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
 
 
-def start_database(plan: Plan, environ: Mapping[str, str], deadline: Deadline) -> Process:
+def start_database(plan: Plan, environ: Mapping[str, str], record: Path, deadline: Deadline) -> None:
     """mariadbd on a unix socket only; its tables are created on the first start. Returns when it answers."""
     data, log = plan.root / "db" / "data", plan.root / "log" / "mariadb.log"
     common = ["--no-defaults", f"--datadir={data}", f"--user={plan.user}"]
@@ -47,7 +47,8 @@ def start_database(plan: Plan, environ: Mapping[str, str], deadline: Deadline) -
             "--innodb-flush-log-at-trx-commit=0",
         ],
         environ,
-        log,
+        log=log,
+        record=record,
     )
     create = "create database if not exists slurm_acct_db"
     client = [find_binary("mariadb"), "--no-defaults", "-S", str(_socket(plan)), "-e", create]
@@ -58,16 +59,15 @@ def start_database(plan: Plan, environ: Mapping[str, str], deadline: Deadline) -
         return _quiet(client, environ).returncode == 0
 
     wait_until(answers, deadline, poll_s=0.1)
-    return process
 
 
-def start_slurmdbd(plan: Plan, environ: Mapping[str, str]) -> Process:
+def start_slurmdbd(plan: Plan, environ: Mapping[str, str], record: Path) -> None:
     """slurmdbd against that database; MYSQL_UNIX_PORT is how its client library finds the socket."""
     conf = plan.root / "slurmdbd.conf"
     conf.touch(mode=0o600)
     conf.write_text(plan.slurmdbd_conf())
     log = plan.root / "log" / "slurmdbd.out"
-    return spawn([find_binary("slurmdbd"), "-D"], {**environ, "MYSQL_UNIX_PORT": str(_socket(plan))}, log)
+    spawn([find_binary("slurmdbd"), "-D"], {**environ, "MYSQL_UNIX_PORT": str(_socket(plan))}, log=log, record=record)
 
 
 def register_cluster(plan: Plan, environ: Mapping[str, str], deadline: Deadline) -> None:

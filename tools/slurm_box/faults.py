@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from miles_hpc.core.deadline import Deadline
-from tools.slurm_box.daemons import Process, process_of, step_daemons, tasks, wait_until
+from tools.slurm_box.processes import Process, process_of, step_daemons, tasks, wait_until
 
 __all__ = ["kill_leftovers", "power_cut"]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import UserError
-from tools.slurm_box.daemons import Process, find_binary, spawn, wait_until
 from tools.slurm_box.plan import Node, Plan
+from tools.slurm_box.processes import Process, find_binary, spawn, wait_until
 
 __all__ = ["cable_up", "create_bridge", "free_slot", "remove_bridge", "require_root", "set_cable", "start_host"]
 
@@ -91,7 +91,7 @@ def remove_bridge(plan: Plan) -> None:
         _ip("route", "del", "blackhole", f"{plan.subnet}.0/24", "metric", "4000", check=False)
 
 
-def start_host(plan: Plan, node: Node, environ: Mapping[str, str], log: Path, deadline: Deadline) -> Process:
+def start_host(plan: Plan, node: Node, environ: Mapping[str, str], log: Path, record: Path, deadline: Deadline) -> None:
     """Power on: create the namespaces, plug in the cable, start slurmd in them."""
     if node.veth in _links():  # the namespace of a node that just ended is destroyed a moment later
         _ip("link", "del", node.veth, check=False)
@@ -99,7 +99,7 @@ def start_host(plan: Plan, node: Node, environ: Mapping[str, str], log: Path, de
     init = [find_binary("bash"), "-c", _INIT, "node", node.name, node.address, str(plan.root), find_binary("slurmd")]
     ready, go = os.pipe()
     try:
-        process = spawn([find_binary("unshare"), *kinds, *init], environ, log, stdin=ready)
+        process = spawn([find_binary("unshare"), *kinds, *init], environ, log=log, record=record, stdin=ready)
         wait_until(lambda: _has_network(process) or not process.alive, deadline)
         if not process.alive:
             raise UserError(f"node {node.name}: unshare ended at once; expected namespaces (see {log})")
@@ -109,7 +109,6 @@ def start_host(plan: Plan, node: Node, environ: Mapping[str, str], log: Path, de
     finally:
         os.close(ready)
         os.close(go)
-    return process
 
 
 def _has_network(process: Process) -> bool:

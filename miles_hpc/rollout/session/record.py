@@ -70,6 +70,16 @@ class SessionRecord:
         """Routed-expert rows held; the next generation's rows start here."""
         return self._n_rows
 
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled which tokens; covers exactly what an engine sampled."""
+        return tuple(self._versions)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an assistant turn."""
+        return self._tokenizer.stop_ids
+
     def input_ids(self) -> npt.NDArray[np.int32]:
         """All tokens so far, int32 [T]."""
         return np.asarray(self._tokens, dtype=np.int32)
