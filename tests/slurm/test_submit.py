@@ -65,12 +65,12 @@ def launch(tmp_path: Path, clean_box: Box, monkeypatch: pytest.MonkeyPatch) -> L
 STEPS = """
     import json, os, subprocess, sys, time
     from pathlib import Path
-    from miles_hpc.core.load import load_resolved
+    from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
     from miles_hpc.cluster.placement import het_group_hosts, role_srun_args, step_environ
 
     paths = RunPaths(Path(sys.argv[1]))
-    run, site = load_resolved(paths)
+    run, site = load_prepared(paths.root)
     hosts = het_group_hosts(os.environ)
     environ = step_environ(os.environ)
     tell = "echo $SLURMD_NODENAME $SLURM_PROCID $SLURM_LOCALID $SLURM_NTASKS $PYTHONSAFEPATH"

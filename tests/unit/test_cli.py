@@ -12,7 +12,7 @@ import pytest
 
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.submit import prepare
-from miles_hpc.core.load import load_resolved
+from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
 from tests.unit.runs import make_run, make_site, write_run
 
@@ -179,7 +179,7 @@ def test_local_prepares_the_run_and_becomes_its_launcher(here: Path, monkeypatch
     assert command == [sys.executable, "-P", "-m", "launchers.local", "--run-dir", str(paths.root)]
     assert environ["PYTHONPATH"] == str(REPOSITORY)
     assert rest == []
-    run, site = load_resolved(paths)
+    run, site = load_prepared(paths.root)
     assert (run.rollout.n_steps, run.site, site.scheduler) == (3, "laptop", "none")
     assert (paths.model / "config.json").is_file()
     assert not paths.job_script.exists()
