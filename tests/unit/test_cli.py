@@ -56,6 +56,7 @@ BAD_INPUT = {
         ["--set", "model.config={}", "--set", "model.path=models/none"],
         "models/none: expected a Hugging Face model folder",
     ),
+    "vocabulary smaller than the tokenizer's": (["--set", "model.config.vocab_size=3"], "vocab"),
     "unknown site": (["--site", "slurm_bax"], "no site named 'slurm_bax'"),
     "site without a scheduler": (["--site", "laptop"], "site 'laptop' has no scheduler"),
     "run directory of another run": (["--run-dir", "taken"], "belongs to run 'other', not 'tiny'"),
@@ -199,6 +200,13 @@ def test_a_recipe_is_found_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "no Slurm on this machine" in capsys.readouterr().out
+
+
+def test_a_run_directory_that_cannot_be_made(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["local", "run.toml", "--run-dir", "run.toml/below"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("miles-hpc: error: ")
+    assert printed.count("\n") == 1
 
 
 def test_interrupts_and_debugging(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
