@@ -20,10 +20,10 @@ from typing import Any
 from checkpoints.publish import publish_bytes
 from miles_hpc.cli.story import FAULTS, Allocation, RunStory
 from miles_hpc.cli.story_reducer import reduce_events
+from miles_hpc.cli.watch import EventTail
 from miles_hpc.cli.wording import HostNames, duration, quantity
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.telemetry import read_events
 from miles_hpc.core.version import __version__
 
 __all__ = ["write_report"]
@@ -83,7 +83,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     if not run_dir.is_dir():
         raise UserError(f"no report: {run_dir} is not a folder; expected the folder of a run (give --run-dir)")
     paths = RunPaths(run_dir)
-    story = reduce_events(read_events(paths.events))
+    story = reduce_events(EventTail(paths.events).read())
     config = _read_toml(paths.resolved_toml)
     hosts = HostNames(story)
     cap = _at(config, "rollout.max_weight_staleness")
@@ -126,7 +126,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
         **_kinds(story),
         "allocations": _allocations(story, hosts),
         "timeline": _timeline(story, hosts),
-        "conditions": _conditions(config, hosts),
+        "conditions": _conditions(config, story, hosts),
         "metrics": _metrics(story),
         "idle_evidence": _idle_evidence(story),
         "footer": f"Written by miles_hpc {__version__} on {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC.",
@@ -223,11 +223,8 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
         cards.append({"label": "Reward", "value": value, "detail": detail})
     else:
         _, values = story.series("rollout/raw_reward")
-        shown = (
-            f"{_signed(statistics.fmean(values[:5]))} → {_signed(statistics.fmean(values[-5:]))}"
-            if values
-            else "none yet"
-        )
+        ends = (values[:5], values[-5:]) if values else ()
+        shown = " → ".join(_signed(statistics.fmean(part)) for part in ends) or "none yet"
         detail = "first → last five steps of training; not evaluated" if values else "no RL step was finished"
         cards.append({"label": "Reward", "value": shown, "detail": detail})
     total = story.total_steps
@@ -329,13 +326,14 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
         text = hosts.hide(text[:1].upper() + text[1:])
         text = text if len(text) <= 300 else text[:299] + "…"
         step = str(done[index - 1][1]) if index else ""
-        result.append(
-            {"time": duration(max(0.0, t - (story.first_t or t))), "step": step, "fault": fault, "text": text}
-        )
+        since = duration(max(0.0, t - (story.first_t or t)))
+        result.append({"time": since, "step": step, "fault": fault, "text": text})
+    if left_out:
+        result.append({"time": "", "step": "", "fault": False, "text": f"and {left_out} more, in the event files"})
     return result
 
 
-def _conditions(config: dict[str, Any], hosts: HostNames) -> list[tuple[str, str]]:
+def _conditions(config: dict[str, Any], story: RunStory, hosts: HostNames) -> list[tuple[str, str]]:
     rows = []
     for label, path in _CONDITIONS:
         value = _at(config, path)
@@ -352,6 +350,9 @@ def _conditions(config: dict[str, Any], hosts: HostNames) -> list[tuple[str, str
     shape = [f"{k} {v}" for k in sizes if (v := _at(config, f"model.config.{k}")) is not None]
     if shape:
         rows.append(("model shape", ", ".join(shape)))
+    versions = story.extra.get("versions")
+    if isinstance(versions, dict) and versions:
+        rows.append(("versions", hosts.hide(", ".join(f"{k} {v}" for k, v in versions.items()))))
     return rows
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_hpc.cli.story import (
     FAULTS,
@@ -32,6 +32,13 @@ _OBSERVE_S = 1.0  # a share of less time than this says nothing
 _COMPACT_AT = 2048  # intervals of one process that are kept before overlapping ones are merged
 
 
+class _Place(NamedTuple):
+    """Where an event comes from. Only the controller's terms follow the run's; an attempt is the same for everybody."""
+
+    attempt: int | None
+    term: int
+
+
 @dataclass
 class _Process:
     """What is kept of one process under one term."""
@@ -47,13 +54,14 @@ class StoryReducer:
 
     def __init__(self) -> None:
         self._metrics: list[tuple[float, int, int, dict[str, float]]] = []  # t, term, step, values
+        self._attempts: dict[int, int] = {}  # the controller's term -> attempt
         self._rewinds: list[tuple[float, int]] = []  # t, step
         self._starts: list[dict[str, Any]] = []
         self._ends: list[dict[str, Any]] = []
         self._evaluations: list[Evaluation] = []
-        self._verdicts: list[tuple[float, int, str, str, dict[str, Any]]] = []
+        self._verdicts: list[tuple[float, _Place, str, str, dict[str, Any]]] = []
         self._phases: list[tuple[float, str, int]] = []  # t, phase, first step
-        self._processes: dict[tuple[str, int], _Process] = {}
+        self._processes: dict[tuple[str, _Place], _Process] = {}
         self._first, self._last = math.inf, -math.inf
         self._run_start: dict[str, Any] = {}
         self._complete: dict[str, Any] = {}
@@ -69,15 +77,18 @@ class StoryReducer:
             str(event.get("name", "")),
         )
         self._first, self._last = min(self._first, t), max(self._last, t)
-        record = self._processes.setdefault((process, term), _Process())
+        place = _Place(_integer(event.get("attempt")), term)
+        record = self._processes.setdefault((process, place), _Process())
         record.first, record.last = min(record.first, t), max(record.last, t)
         match event.get("kind"):
             case "metric":
                 self._add_metric(t, term, event)
+                if place.attempt is not None:
+                    self._attempts[term] = place.attempt
             case "span":
                 self._add_span(record, name, event)
             case "verdict":
-                self._verdicts.append((t, term, process, name, _fields(event)))
+                self._verdicts.append((t, place, process, name, _fields(event)))
                 to_step = _integer(event.get("to_step"))
                 if name == "rollback" and to_step is not None:
                     self._rewinds.append((t, to_step))
@@ -142,8 +153,8 @@ class StoryReducer:
         sft_steps = _integer(start.get("sft_steps"))
         steps, superseded = self._lineage(allocations, sft_steps)
         verdicts = [
-            Verdict(t, _attempt(allocations, term, t), process, name, fields)
-            for t, term, process, name, fields in self._verdicts
+            Verdict(t, _attempt(allocations, place, t), process, name, fields)
+            for t, place, process, name, fields in self._verdicts
         ]
         verdicts.sort(key=lambda v: (v.t, v.name not in FAULTS, v.process, v.name, str(v.fields)))
         complete = self._complete
@@ -153,7 +164,7 @@ class StoryReducer:
         if groups is None:
             totals = [_integer(s.values.get("data/trained_groups_total")) for s in steps]
             groups = next((n for n in reversed(totals) if n is not None), None)
-        known = {"t", "term", "process", "kind", "name", "n_steps", "sft_steps", "rollout_batch_size"}
+        known = {"t", "term", "attempt", "process", "kind", "name", "n_steps", "sft_steps", "rollout_batch_size"}
         newest_phase = max(self._phases, default=(0.0, "", 0))[1]
         return RunStory(
             name=str(start.get("run", "") or start.get("run_name", "")),
@@ -206,8 +217,8 @@ class StoryReducer:
                 )
             )
         last_seen: dict[int, float] = {}
-        for (_, term), record in self._processes.items():
-            attempt = _attempt(found, term, record.last)
+        for (_, place), record in self._processes.items():
+            attempt = _attempt(found, place, record.last)
             last_seen[attempt] = max(last_seen.get(attempt, -math.inf), record.last)
         return tuple(replace(a, last_seen=max(a.start, last_seen.get(a.attempt, a.start))) for a in found)
 
@@ -235,7 +246,8 @@ class StoryReducer:
                 undone.append(old)
                 old = None
             merged = {**old.values, **values} if old is not None else values
-            kept[step] = TrainedStep(step, t, term, _attempt(allocations, term, t), phase_of(step), merged)
+            attempt = _attempt(allocations, _Place(self._attempts.get(term), term), t)
+            kept[step] = TrainedStep(step, t, term, attempt, phase_of(step), merged)
         return (
             tuple(kept[s] for s in sorted(kept)),
             tuple(sorted(undone, key=lambda s: (s.step, s.t, s.term))),
@@ -246,8 +258,8 @@ class StoryReducer:
         for attempt in [a.attempt for a in allocations] or [0]:
             records = [
                 (process, record)
-                for (process, term), record in self._processes.items()
-                if _attempt(allocations, term, record.last) == attempt
+                for (process, place), record in self._processes.items()
+                if _attempt(allocations, place, record.last) == attempt
             ]
             for role in ROLES:
                 windows = [r.windows[role] for _, r in records if role in r.windows]
@@ -272,19 +284,20 @@ class StoryReducer:
         """Who is known of the newest allocation: by their own events, and by verdicts about them."""
         attempt = allocations[-1].attempt if allocations else 0
         seen: dict[str, float] = {}
-        for (process, term), record in self._processes.items():
-            if process and _attempt(allocations, term, record.last) == attempt:
+        for (process, place), record in self._processes.items():
+            if process and _attempt(allocations, place, record.last) == attempt:
                 seen[process] = max(seen.get(process, -math.inf), record.last)
-        lost: dict[str, float] = {}
+        lost: set[str] = set()
         for verdict in verdicts:
             if verdict.attempt != attempt or not verdict.peer:
                 continue
             if verdict.name == "joined":
                 seen[verdict.peer] = max(seen.get(verdict.peer, -math.inf), verdict.t)
+                lost.discard(verdict.peer)
             elif verdict.name == "lost":
-                lost[verdict.peer] = verdict.t
                 seen.setdefault(verdict.peer, verdict.t)
-        return tuple(Peer(p, role_of(p), t > lost.get(p, -math.inf), t) for p, t in sorted(seen.items()))
+                lost.add(verdict.peer)  # events of a node that was cut off don't make it alive: only joining does
+        return tuple(Peer(p, role_of(p), p not in lost, t) for p, t in sorted(seen.items()))
 
 
 def reduce_events(events: Iterable[Mapping[str, Any]]) -> RunStory:
@@ -295,8 +308,11 @@ def reduce_events(events: Iterable[Mapping[str, Any]]) -> RunStory:
     return reducer.story()
 
 
-def _attempt(allocations: Iterable[Allocation], term: int, t: float) -> int:
-    """The allocation an event belongs to: by its term; by time only where several share that term. 0 = none known."""
+def _attempt(allocations: Iterable[Allocation], place: _Place, t: float) -> int:
+    """The allocation an event belongs to: the one it names, else by its term, then by time. 0 = none known."""
+    if place.attempt is not None:
+        return place.attempt
+    term = place.term
     claimed = [(a.attempt, max(x for x in a.terms if x <= term), a.start) for a in allocations if a.terms[0] <= term]
     if not claimed:
         return min((a.attempt for a in allocations), default=0)
@@ -322,7 +338,7 @@ def _numbers(values: Any) -> dict[str, float]:
 
 
 def _fields(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(k): v for k, v in event.items() if k not in ("t", "term", "process", "kind", "name")}
+    return {str(k): v for k, v in event.items() if k not in ("t", "term", "attempt", "process", "kind", "name")}
 
 
 def _names(hosts: Any) -> tuple[str, ...]:

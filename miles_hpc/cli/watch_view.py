@@ -217,10 +217,11 @@ def _screen(story: RunStory, name: str, job_state: str, width: int, now: float) 
     return Padding(Group(*parts), (0, 1))
 
 
-def _text(text: str, style: str = "") -> Text:
+def _text(text: str = "", style: str = "") -> Text:
+    """One line that is cut where it doesn't fit; `style` is of this piece only, not of what is appended."""
     from rich.text import Text
 
-    return Text("".join(c if c.isprintable() else " " for c in text), style=style, no_wrap=True, overflow="ellipsis")
+    return Text(no_wrap=True, overflow="ellipsis").append("".join(c if c.isprintable() else " " for c in text), style)
 
 
 def _title(story: RunStory, name: str, job_state: str, now: float) -> Text:
@@ -258,7 +259,7 @@ def _progress(story: RunStory, width: int) -> Text:
     cells = max(10, width - len(label))
     share = min(1.0, story.current_step / total) if total else 0.0
     done, warm = round(cells * share), round(cells * sft / total) if total else 0
-    bar = _text("")
+    bar = _text()
     for low, high, style in ((0, warm, "magenta"), (warm, cells, "green" if story.complete else "cyan")):
         full = min(max(done, low), high)
         bar.append("━" * (full - low), style).append("─" * (high - full), "bright_black")
@@ -304,10 +305,10 @@ def _metrics(story: RunStory, width: int) -> list[RenderableType]:
 
 
 def _roles(story: RunStory, now: float) -> RenderableType:
-    from rich import box
+    from rich.padding import Padding
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     for heading in ("role", "nodes", "alive", "lost", "idle", "last heard"):
         table.add_column(heading, justify="left" if heading == "role" else "right")
     last = story.allocations[-1] if story.allocations else None
@@ -330,7 +331,7 @@ def _roles(story: RunStory, now: float) -> RenderableType:
             f"{100 * idle.idle:.0f} %" if idle is not None else "",
             _text(f"{duration(silent)} ago", "yellow" if silent > _STALE_S and not over else "dim"),
         )
-    return table
+    return Padding(table, (1, 0))
 
 
 def _verdicts(story: RunStory, width: int) -> list[RenderableType]:

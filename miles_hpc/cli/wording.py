@@ -45,7 +45,7 @@ class HostNames:
 
     A host of one role becomes `rollout node 2`, a host of several `node 1`, numbered in the order of appearance.
     Known hosts are those that the allocations list, with or without their domain. Peers are called role-host-rank:
-    `rollout-n17-0` becomes `rollout node 2 rank 0`.
+    `rollout-n17-0` becomes `rollout node 2`, with its rank where some node of the run has several.
     """
 
     def __init__(self, story: RunStory) -> None:
@@ -62,6 +62,8 @@ class HostNames:
             label = f"{of[0]} node" if len(of) == 1 else "node"
             counts[label] = counts.get(label, 0) + 1
             self._labels[host] = f"{label} {counts[label]}"
+        peers = [p.name for p in story.peers] + [v.peer for v in story.verdicts]
+        self._ranks = any(re.search(r"-[1-9]\d*$", peer) for peer in peers)
         names = "|".join(re.escape(h) for h in sorted(self._labels, key=len, reverse=True) if h)
         self._pattern = (
             re.compile(rf"(?<![A-Za-z0-9])(?:([a-z]+)[-/@:])?({names})(?:\.[A-Za-z]\w*)*(?:-(\d+))?(?![A-Za-z0-9])")
@@ -75,6 +77,6 @@ class HostNames:
         def label(match: re.Match[str]) -> str:
             role, host, rank = match[1], self._labels[match[2]], match[3]
             words = f"{role} on {host}" if role is not None and not host.startswith(role) else host
-            return words if rank is None else f"{words} rank {rank}"
+            return f"{words} rank {rank}" if rank is not None and self._ranks else words
 
         return _ADDRESS.sub("an address", self._pattern.sub(label, text) if self._pattern else text)

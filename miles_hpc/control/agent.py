@@ -101,7 +101,7 @@ class Agent:
         self._paths = paths
         self._control = control
         self._secret = secret
-        self._events = EventLog(paths.events, identity.name, identity.attempt)
+        self._events = EventLog(paths.events, identity.name, attempt=identity.attempt)
         self._shutdown = asyncio.Event()
         self._renewed = time.monotonic()
 

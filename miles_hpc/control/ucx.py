@@ -148,7 +148,11 @@ class UcxWorker:
         if endpoint.alive:
             request = endpoint.close()
             if request is not None:
-                self.watch(request, lambda error: self._loop.call_soon(_close_finally, endpoint), endpoint)
+
+                def closed(error: Exception | None) -> None:
+                    self._loop.call_soon(_close_finally, endpoint)
+
+                self.watch(request, closed, endpoint)
         else:
             _close_finally(endpoint)
             self.progress()
@@ -208,6 +212,9 @@ class UcxEndpoint(CallEndpoint):
                     future.set_exception(PeerLost(f"{self.peer.name}: endpoint closed: {error}"))
 
         for message in messages:
+            if not self._ucx.alive:  # it may have failed since the previous piece
+                completed(PeerLost("the peer is gone"))
+                break
             request = self._ucx.tag_send(_array(message), self._send_tag)
             self._worker.watch(request, completed, message)
         return None if future.done() and future.exception() is None else future
@@ -502,17 +509,26 @@ def _parse(address: str) -> tuple[str, int]:
 async def _read(worker: UcxWorker, ucx: Any) -> bytes:
     """One handshake message. Raises what UCX raises when the peer hangs up."""
     size = bytearray(_LENGTH.size)
+    _check_alive(ucx)
     await worker.wait(ucx.stream_recv(_array(size)), size)
     (length,) = _LENGTH.unpack(size)
     if not 0 < length <= MAX_HANDSHAKE_BYTES:
         raise AuthenticationError(f"handshake message of {length} bytes, limit {MAX_HANDSHAKE_BYTES}")
     data = bytearray(length)
+    _check_alive(ucx)
     await worker.wait(ucx.stream_recv(_array(data)), data)
     return bytes(data)
 
 
+def _check_alive(ucx: Any) -> None:
+    """Before each send: UCX 1.21 spins for ever in a send on an endpoint that has failed already."""
+    if not ucx.alive:
+        raise ConnectionError("nobody answers there, or the peer hung up")
+
+
 async def _write(worker: UcxWorker, ucx: Any, message: bytes) -> None:
     data = _LENGTH.pack(len(message)) + message
+    _check_alive(ucx)
     await worker.wait(ucx.stream_send(_array(data)), data)
 
 

@@ -221,7 +221,7 @@ class TermLoop:
         self._shape = ready.shape
         self._events.note(
             "run_start",
-            name=self._run.name,
+            run=self._run.name,
             n_steps=self._run.rollout.n_steps,
             sft_steps=self._run.sft.steps,
             rollout_batch_size=self._run.rollout.rollout_batch_size,

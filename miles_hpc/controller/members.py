@@ -117,7 +117,8 @@ class Members:
         oldest = self._oldest.get(peer.role.split("-")[0], 0)
         if peer.incarnation < oldest and peer.role != "supervisor":
             raise FencedError(f"incarnation {peer.incarnation} of {peer.name} was declared lost; {oldest} is expected")
-        self._roster.joined(peer, time.monotonic())
+        if peer.name != TRAINER_RANK0:
+            self._roster.joined(peer, time.monotonic())
         before = self._endpoints.get(peer.name)
         self._endpoints[peer.name] = endpoint
         if before is not None:
@@ -150,7 +151,7 @@ class Members:
             await asyncio.sleep(_TICK_S)
             for verdict in self._roster.tick(time.monotonic()):
                 endpoint = self._endpoints.get(verdict.name)
-                if endpoint is None or endpoint.peer.name == TRAINER_RANK0:
+                if endpoint is None:
                     continue
                 del self._endpoints[verdict.name]
                 self._lost(endpoint.peer, verdict.evidence)

@@ -71,7 +71,7 @@ class ControllerRole:
 
     async def _term(self) -> None:
         term = claim_term(self._paths, self._attempt)
-        events = EventLog(self._paths.events, "controller", term)
+        events = EventLog(self._paths.events, "controller", attempt=self._attempt, term=term)
         try:
             plan = plan_start(
                 newest_complete(self._paths.checkpoints),
@@ -79,7 +79,7 @@ class ControllerRole:
                 reuse=self._run.rollout.reuse_after_restart,
             )
             started = started_after(plan.manifest, term=term, attempt=self._attempt)
-            events.note("term", attempt=self._attempt, base_term=started.base_term, base_step=started.base_step)
+            events.note("term", base_term=started.base_term, base_step=started.base_step)
             identity = PeerIdentity(
                 role="controller",
                 name="controller",

@@ -55,7 +55,7 @@ class Supervisor:
         self._secret = secret
         self._end_time = end_time
         self._job_id = job_id
-        self._events = EventLog(self._paths.events, "supervisor", self._attempt)
+        self._events = EventLog(self._paths.events, "supervisor", attempt=self._attempt)
         self._incarnation: dict[str, int] = defaultdict(int)
         self._restarts: dict[str, int] = defaultdict(int)
         self._steps: list[Step] = []
@@ -72,7 +72,6 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         self._events.note(
             "allocation_start",
-            attempt=self._attempt,
             job_id=self._job_id,
             hosts={role: list(self._starter.hosts(role)) for role in self._starter.roles},
             time_limit_s=None if self._end_time is None else round(self._end_time - time.time(), 1),
@@ -91,7 +90,7 @@ class Supervisor:
             return exits.FENCED
         finally:
             await self._end_all()
-            self._events.note("allocation_end", attempt=self._attempt, outcome=outcome, reason=reason)
+            self._events.note("allocation_end", outcome=outcome, reason=reason)
             record = {"attempt": self._attempt, "outcome": outcome, "reason": reason, "time": time.time()}
             publish_bytes(self._paths.attempt(self._attempt) / "outcome.json", msgspec.json.encode(record))
             self._events.close()

@@ -51,7 +51,7 @@ class RolloutApp(AgentApp):
         self._endpoint: Endpoint | None = None
         self._engines: dict[str, ChildProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._events = EventLog(paths.events, f"{identity.name}-work", identity.attempt)
+        self._events = EventLog(paths.events, f"{identity.name}-work", attempt=identity.attempt)
         rollout = run.rollout
         self._sandboxes = SandboxClient(
             timeout_s=rollout.sandbox_timeout_s, max_output_bytes=rollout.sandbox_max_output_bytes
@@ -207,7 +207,7 @@ class SandboxApp(AgentApp):
         self._interface = interface
         self._host = SandboxHost()
         self._listener: Listener | None = None
-        self._events = EventLog(paths.events, f"{identity.name}-work", identity.attempt)
+        self._events = EventLog(paths.events, f"{identity.name}-work", attempt=identity.attempt)
         self._teller: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 KINDS = ("len", "top", "end", "max", "who", "wlen")
 SFT_STEPS, RL_STEPS, BATCH = 12, 40, 16
 SAVED_AT, CUT_AT = 34, 36  # steps: the checkpoint that allocation 2 starts from, the last step of allocation 1
+VERSIONS = {"miles_hpc": "0.0.0", "python": "0.0"}
 START = 1_700_000_000.0
 
 RESOLVED_TOML = """\
@@ -157,7 +158,15 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
         emit("controller", term, "metric", step=number, values=values)
 
     # Allocation 1: warm start, 24 RL steps, one rollout node lost.
-    note(1, "run_start", run="invented", n_steps=RL_STEPS, sft_steps=SFT_STEPS, rollout_batch_size=BATCH)
+    note(
+        1,
+        "run_start",
+        run="invented",
+        n_steps=RL_STEPS,
+        sft_steps=SFT_STEPS,
+        rollout_batch_size=BATCH,
+        versions=VERSIONS,
+    )
     note(1, "term", base_term=None, base_step=0)
     allocation(1)
     clock += 3
@@ -179,9 +188,8 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
         if number == 31:
             verdict(1, "dropped", group_id=260, reason="stale: 3 steps behind")
         verdict(1, "engine_synced", peer="rollout-vm2-0", version=f"1.{number}")
-    windows(
-        1, rl_start, clock, {"rollout-vm2-0": 0.86, "rollout-vm3-0": 0.71, "sandbox-vm4-0": 0.35, "trainer-vm1-0": 0.72}
-    )
+    shares = {"rollout-vm2-0": 0.86, "rollout-vm3-0": 0.71, "sandbox-vm4-0": 0.35, "trainer-vm1-0": 0.72}
+    windows(1, rl_start, clock, shares)
     note(1, "allocation_end", attempt=1, outcome="continue", reason="time limit in 8 s; a step takes 1.1 s")
 
     # A wait in the queue, then allocation 2 from the checkpoint.
@@ -193,9 +201,7 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
     resumed = clock
     for number in range(SAVED_AT + 1, SFT_STEPS + RL_STEPS + 1):
         step(2, number, number - SFT_STEPS)
-    windows(
-        2, resumed, clock, {"rollout-vm2-0": 0.88, "rollout-vm3-0": 0.84, "sandbox-vm4-0": 0.37, "trainer-vm1-0": 0.74}
-    )
+    windows(2, resumed, clock, {**shares, "rollout-vm3-0": 0.84})
     evaluation(2, "after", SFT_STEPS + RL_STEPS, 0.82)
     clock += 1
     note(2, "run_complete", trained_groups=RL_STEPS * BATCH, steps=SFT_STEPS + RL_STEPS)

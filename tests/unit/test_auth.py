@@ -51,6 +51,10 @@ def test_secret_file_round_trip(tmp_path: Path) -> None:
     assert load_secret(path) == secret
     path.chmod(0o400)
     assert load_secret(path) == secret
+    for text in (secret.hex(), secret.hex() + "\n"):
+        path.chmod(0o600)
+        path.write_text(text)
+        assert load_secret(path) == secret
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o660, 0o666, 0o644])
@@ -72,12 +76,12 @@ def test_secret_of_somebody_else_is_refused(tmp_path: Path) -> None:
         load_secret(path)
 
 
-@pytest.mark.parametrize("n", [0, 31, 33, 65])
+@pytest.mark.parametrize("n", [0, 31, 33, 64, 65, 200])
 def test_secret_of_another_length_is_refused(tmp_path: Path, n: int) -> None:
     path = tmp_path / "secret.key"
     path.write_bytes(b"x" * n)
     path.chmod(0o600)
-    with pytest.raises(UserError, match=f"{n} bytes, expected 32"):
+    with pytest.raises(UserError, match=f"{n} bytes, expected 64 hexadecimal"):
         load_secret(path)
 
 
