@@ -28,6 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"miles-hpc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return exits.USER_ERROR if isinstance(error, UserError) else 1
+    except OSError as error:
+        if env.read("MILES_HPC_DEBUG"):
+            raise
+        print(f"miles-hpc: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -9,14 +9,14 @@ from miles_hpc.cli.submit import follow
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import check_idle, check_owner, prepare, submit_prepared
-from miles_hpc.core.load import load_resolved, load_run, validate
+from miles_hpc.core.load import load_prepared, load_run, validate
 
 __all__ = ["main"]
 
 
 def main(args: argparse.Namespace) -> int:
     paths = find_run_dir(args.run_dir)
-    _, site = load_resolved(paths)
+    _, site = load_prepared(paths.root)
     run = load_run(paths.resolved_toml, args.set)
     validate(run, site)
     check_owner(run, paths)

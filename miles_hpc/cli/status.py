@@ -12,7 +12,7 @@ from miles_hpc.cluster.lifecycle import format_time
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import read_job
 from miles_hpc.core.errors import MilesError
-from miles_hpc.core.load import load_resolved
+from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import read_events
 
@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 def main(args: argparse.Namespace) -> int:
     paths = find_run_dir(args.run_dir)
-    run, site = load_resolved(paths)
+    run, site = load_prepared(paths.root)
     rows = [("run", run.name), ("directory", str(paths.root)), ("site", site.name)]
     rows += _job_rows(paths) + _attempt_rows(paths) + _event_rows(paths, run.rollout.n_steps)
     width = max(len(name) for name, _ in rows)

@@ -26,7 +26,7 @@ from miles_hpc.core.validate import validate
 
 __all__ = [
     "apply_overrides",
-    "load_resolved",
+    "load_prepared",
     "load_run",
     "load_site",
     "parse",
@@ -75,13 +75,12 @@ def load_site(name: str, search: list[Path]) -> SiteConfig:
     return site
 
 
-def load_resolved(paths: RunPaths) -> tuple[RunConfig, SiteConfig]:
+def load_prepared(run_dir: Path) -> tuple[RunConfig, SiteConfig]:
     """The resolved run and site of a run directory, as submit wrote them. Raises UserError when it isn't one."""
+    paths = RunPaths(run_dir)
     for path in (paths.resolved_toml, paths.site_toml):
         if not path.is_file():
-            raise UserError(
-                f"{paths.root} is not a run directory: {path.name} is missing; 'miles-hpc submit' makes one"
-            )
+            raise UserError(f"{run_dir} is not a run directory: {path.name} is missing; 'miles-hpc submit' makes one")
     run = parse(_read_toml(paths.resolved_toml), RunConfig, str(paths.resolved_toml))
     return run, parse(_read_toml(paths.site_toml), SiteConfig, str(paths.site_toml))
 

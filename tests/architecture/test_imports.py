@@ -28,13 +28,14 @@ RANKS = {
     "cli": 5,
     "launchers": 6,
 }
+OURS = {"checkpoints", "miles_hpc", "launchers"}
 HEAVY = {"torch", "transformers", "mpi4py", "safetensors", "sglang", "megatron", "ray"}
 # Packages whose modules never import HEAVY while they are imported.
 TORCH_FREE = {"checkpoints", "core", "cluster", "dataflow", "controller", "planning", "cli", "launchers"}
 
 
 def modules() -> list[Path]:
-    found = [p for top in ("checkpoints", "miles_hpc", "launchers") for p in sorted((REPOSITORY / top).rglob("*.py"))]
+    found = [p for top in sorted(OURS) for p in sorted((REPOSITORY / top).rglob("*.py"))]
     assert len(found) > 30
     return found
 
@@ -62,6 +63,19 @@ def imported(tree: ast.AST, *, at_import: bool = False) -> list[tuple[int, str]]
             continue
         else:
             names += imported(node, at_import=at_import)
+    return names
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
     return names
 
 
@@ -109,15 +123,24 @@ def test_all_is_sorted_and_true(path: Path) -> None:
     # As ruff sorts: constants, then classes, then the rest.
     kinds = [(0 if n.isupper() else 1 if n[0].isupper() else 2, n) for n in lists[0]]
     assert kinds == sorted(kinds)
-    defined = {
-        node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            defined.add(node.id)
-    assert set(lists[0]) <= defined
+    assert set(lists[0]) <= defined_names(tree)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_what_is_imported_exists(path: Path) -> None:
+    """Imports inside functions fail only when they run: look whether the module has the name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in OURS:
+            continue
+        base = REPOSITORY.joinpath(*(node.module or "").split("."))
+        file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        where = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        assert file.is_file(), f"{where}: no module {node.module}"
+        defined = defined_names(ast.parse(file.read_text()))
+        for alias in node.names:
+            submodule = base / alias.name
+            there = alias.name in defined or submodule.is_dir() or submodule.with_suffix(".py").is_file()
+            assert there, f"{where}: {node.module} has no {alias.name}"
 
 
 @pytest.mark.parametrize("name", ["miles_hpc.core.load", "miles_hpc.cluster.placement", "miles_hpc.cli.status"])

@@ -65,12 +65,12 @@ def launch(tmp_path: Path, clean_box: Box, monkeypatch: pytest.MonkeyPatch) -> L
 STEPS = """
     import json, os, subprocess, sys, time
     from pathlib import Path
-    from miles_hpc.core.load import load_resolved
+    from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
     from miles_hpc.cluster.placement import het_group_hosts, role_srun_args, step_environ
 
     paths = RunPaths(Path(sys.argv[1]))
-    run, site = load_resolved(paths)
+    run, site = load_prepared(paths.root)
     hosts = het_group_hosts(os.environ)
     environ = step_environ(os.environ)
     tell = "echo $SLURMD_NODENAME $SLURM_PROCID $SLURM_LOCALID $SLURM_NTASKS $PYTHONSAFEPATH"
@@ -183,6 +183,53 @@ def test_requeue_from_inside_keeps_the_id_and_appends_output(launch: Launch) -> 
     launch.slurm.release_now(job_id)
     launch.wait(job_id, "COMPLETED")
     assert re.findall(r"restarts \d", launch.output()) == ["restarts 0", "restarts 1"]
+
+
+def test_a_follow_up_job_where_requeue_is_not_allowed(launch: Launch) -> None:
+    """From inside the allocation: what it left in the environment must not reach the next job."""
+    program = """
+        import sys
+        from pathlib import Path
+        from miles_hpc.cluster.slurm import Slurm
+        from miles_hpc.cluster.submit import submit_prepared
+        from miles_hpc.core import env
+        from miles_hpc.core.paths import RunPaths
+        paths, job_id = RunPaths(Path(sys.argv[1])), env.read("SLURM_JOB_ID")
+        print("job", job_id, flush=True)
+        if not (paths.root / "chained").exists():
+            (paths.root / "chained").touch()
+            submit_prepared(paths, Slurm(), dependency=f"afterany:{job_id}")
+    """
+    site = launch.folder / "chained.toml"
+    text = (Path(__file__).parents[2] / "site_configs" / "slurm_box.toml").read_text()
+    site.write_text(text.replace('"slurm_box"', '"chained"').replace("requeue = true", "requeue = false"))
+    first = launch.submit(program, "--site", str(site), "--set", "groups.sandbox.nodes=0")
+    until(lambda: read_job(launch.paths) not in (None, first), f"the follow-up: {launch.output()}", 90.0)
+    second = read_job(launch.paths)
+    assert second is not None
+    launch.wait(first, "COMPLETED")
+    launch.wait(second, "COMPLETED")
+    assert json.loads(launch.paths.job.read_text())["previous"] == [first]
+    assert sorted(launch.output().split("\n")) == ["", f"job {first}", f"job {second}"]
+    assert [component.name for component in launch.slurm.components(second)] == ["tiny-trainer", "tiny-rollout"]
+
+
+@pytest.mark.mpi
+def test_the_trainers_step_is_one_mpi_world(launch: Launch) -> None:
+    pytest.importorskip("mpi4py")
+    program = """
+        import os, subprocess, sys
+        from pathlib import Path
+        from miles_hpc.core.load import load_prepared
+        from miles_hpc.cluster.placement import role_srun_args, step_environ
+        run, site = load_prepared(Path(sys.argv[1]))
+        args = role_srun_args(run, site, "trainer", name="world", environ=os.environ)
+        code = "from mpi4py import MPI; w = MPI.COMM_WORLD; print('sum', w.allreduce(w.rank), 'of', w.size, flush=True)"
+        sys.exit(subprocess.run([*args, sys.executable, "-P", "-c", code], env=step_environ(os.environ)).returncode)
+    """
+    job_id = launch.submit(program, "--set", "groups.trainer.ranks_per_node=2")
+    launch.wait(job_id, "COMPLETED")
+    assert launch.output().count("sum 6 of 4") == 4
 
 
 def test_submit_status_cancel_resume(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:

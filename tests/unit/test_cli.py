@@ -12,6 +12,7 @@ import pytest
 
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.submit import prepare
+from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
 from tests.unit.runs import make_run, make_site, write_run
 
@@ -55,6 +56,7 @@ BAD_INPUT = {
         ["--set", "model.config={}", "--set", "model.path=models/none"],
         "models/none: expected a Hugging Face model folder",
     ),
+    "vocabulary smaller than the tokenizer's": (["--set", "model.config.vocab_size=3"], "vocab"),
     "unknown site": (["--site", "slurm_bax"], "no site named 'slurm_bax'"),
     "site without a scheduler": (["--site", "laptop"], "site 'laptop' has no scheduler"),
     "run directory of another run": (["--run-dir", "taken"], "belongs to run 'other', not 'tiny'"),
@@ -168,9 +170,43 @@ def test_status_without_slurm(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "lost: peer r1" in shown
 
 
+def test_local_prepares_the_run_and_becomes_its_launcher(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environ: started.append((command, environ)))
+    monkeypatch.setenv("MILES_HPC_SITE", "slurm_box")  # for jobs; this machine is meant here
+    main(["local", "run.toml", "--set", "rollout.n_steps=3"])
+    paths = RunPaths(here / "runs" / "tiny")
+    (command, environ), *rest = started
+    assert command == [sys.executable, "-P", "-m", "launchers.local", "--run-dir", str(paths.root)]
+    assert environ["PYTHONPATH"] == str(REPOSITORY)
+    assert rest == []
+    run, site = load_prepared(paths.root)
+    assert (run.rollout.n_steps, run.site, site.scheduler) == (3, "laptop", "none")
+    assert (paths.model / "config.json").is_file()
+    assert not paths.job_script.exists()
+
+
+def test_a_recipe_is_found_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import miles_hpc.recipes
+
+    recipes = here / "recipes"
+    recipes.mkdir()
+    (recipes / "small.toml").write_text((here / "run.toml").read_text())
+    monkeypatch.setattr(miles_hpc.recipes, "__path__", [str(recipes)])
+    assert main(["render", "small"]) == 0
+    assert main(["render", "smal"]) == 2
+
+
 def test_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "no Slurm on this machine" in capsys.readouterr().out
+
+
+def test_a_run_directory_that_cannot_be_made(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["local", "run.toml", "--run-dir", "run.toml/below"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("miles-hpc: error: ")
+    assert printed.count("\n") == 1
 
 
 def test_interrupts_and_debugging(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

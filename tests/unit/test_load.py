@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from miles_hpc.core.config import RolloutConfig, RunConfig, SiteConfig, TrainConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import (
-    load_resolved,
+    load_prepared,
     load_run,
     load_site,
     parse,
@@ -189,14 +189,14 @@ def test_any_run_loads_back_equal(
     assert parse(tomllib.loads(resolved_toml(run)), RunConfig, "resolved.toml") == run
 
 
-def test_load_resolved(tmp_path: Path) -> None:
+def test_load_prepared(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with pytest.raises(UserError, match=r"is not a run directory: resolved.toml is missing"):
-        load_resolved(paths)
+        load_prepared(paths.root)
     run, site = make_run(), make_site()
     paths.resolved_toml.write_text(resolved_toml(run))
     paths.site_toml.write_text(resolved_toml(site))
-    assert load_resolved(paths) == (run, site)
+    assert load_prepared(paths.root) == (run, site)
 
 
 def test_relative_folders_become_absolute() -> None:

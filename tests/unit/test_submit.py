@@ -18,7 +18,7 @@ from miles_hpc.cluster.submit import (
 )
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import UserError
-from miles_hpc.core.load import load_resolved
+from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
 from tests.fakes.fake_slurm import FakeSlurm
 from tests.unit.runs import make_run, make_site
@@ -46,7 +46,7 @@ def test_what_lies_in_a_prepared_directory(tmp_path: Path) -> None:
     assert seen == [(make_run(), paths)]
     assert paths.run_toml.read_text() == "# as written\n"
     assert paths.job_script.read_text() == JOB
-    assert load_resolved(paths) == (make_run(), make_site())
+    assert load_prepared(paths.root) == (make_run(), make_site())
     assert stat.S_IMODE(paths.secret.stat().st_mode) == 0o600
     assert len(bytes.fromhex(paths.secret.read_text().strip())) == 32
     identity = json.loads(paths.identity.read_text())
@@ -63,7 +63,7 @@ def test_preparing_again_keeps_identity_and_secret(tmp_path: Path) -> None:
     assert check_owner(longer, paths)
     prepare(longer, make_site(), paths, source="", job_text="#!/bin/bash\n# next\n")
     assert (paths.identity.read_bytes(), paths.secret.read_bytes()) == kept
-    assert load_resolved(paths)[0].rollout.n_steps == 200
+    assert load_prepared(paths.root)[0].rollout.n_steps == 200
     assert paths.run_toml.read_text() == "# as written\n"
     assert paths.job_script.read_text() == "#!/bin/bash\n# next\n"
 
