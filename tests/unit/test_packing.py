@@ -71,6 +71,9 @@ def test_plan(
             for p in m.items:
                 used[r, k, p.row] = used.get((r, k, p.row), 0) + p.n_tokens
     assert sum(2 * n <= row_tokens for n in used.values()) <= 1
+    for r in range(n_ranks):  # longest first, so that trimming helps
+        own_rows = [n for (rank, _, _), n in sorted(used.items()) if rank == r]
+        assert own_rows == sorted(own_rows, reverse=True)
 
 
 def test_best_fit_by_hand() -> None:
