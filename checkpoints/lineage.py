@@ -162,7 +162,7 @@ def account(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> A
             staleness.setdefault(group_id, age)
 
     pending = frozenset(manifest.counters.pending) if manifest is not None else frozenset()
-    known = set(range(manifest.counters.next_group_id)) | pending if manifest is not None else set()
+    known = range(manifest.counters.next_group_id if manifest is not None else 0)
     ended = dropped.keys() | set_aside.keys()
     sft_steps = manifest.counters.sft_steps if manifest is not None else 0
     last_step = manifest.step if manifest is not None else 0
@@ -174,7 +174,7 @@ def account(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> A
         dropped=dropped,
         set_aside=set_aside,
         pending=pending,
-        lost=tuple(sorted(known - trained.keys() - ended - pending)),
+        lost=tuple(i for i in known if i not in trained and i not in ended and i not in pending),
         twice=tuple(sorted(twice)),
         conflicts=tuple(sorted((trained.keys() & (ended | pending)) | (ended & pending))),
         missing_steps=tuple(s for s in range(sft_steps + 1, last_step + 1) if s not in batches),

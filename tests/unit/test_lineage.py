@@ -169,7 +169,7 @@ def play(history: History, names: list[str], data: st.DataObject) -> None:
                 history.trainer_lost()
             case "new term":
                 bases = [None, *sorted(history.saved)]
-                base = data.draw(st.sampled_from(bases[-2:]))  # the newest may have been unreadable
+                base = data.draw(st.sampled_from(bases[-3:]))  # the newest may have been unreadable
                 history.start_term(history.saved[base] if base else None)
             case "zombie" if history.term > 1:
                 old = history.writers[data.draw(st.integers(1, history.term - 1))]
@@ -308,3 +308,34 @@ def test_journals_that_contradict_the_manifest_are_refused(tmp_path: Path) -> No
     other = Manifest(**fields | {"lineage": (LineageSegment(term=2, first_step=1, last_step=4),)})
     with pytest.raises(JournalCorrupt, match="the manifest says"):
         final_lineage(journals, other)
+
+
+def test_a_dead_term_on_a_dead_term_left_where_the_first_one_did(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for save in (True, False, True):  # term 1: saved at 1; term 2 from there: saved at 3; term 3 from there
+        for _ in range(2 if history.term > 1 else 1):
+            history.admit()
+            history.train([history.state.next_id - 1])
+        if history.term < 3:
+            history.save()
+            history.start_term(history.newest())
+        assert save or history.term == 3
+    history.start_term(history.saved[1, 1])  # term 4 goes back to the first manifest
+    history.save()
+    history.close()
+    journals = read_journals(tmp_path)
+    segments = final_lineage(journals, history.saved[4, 1][0])
+    assert fork_steps(journals, segments) == {1: 1, 2: 1, 3: 1, 4: 1}
+
+
+def test_a_batch_of_an_earlier_step_changes_nothing(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.admit()
+    history.admit()
+    history.train([0])
+    history.save()
+    history.start_term(history.newest())
+    history.journal.append(BatchFormed(step=1, group_ids=(1,), staleness=(0,)))
+    history.save()
+    history.close()
+    assert account(read_journals(tmp_path), history.saved[2, 1][0]).trained == {0: 1}
