@@ -321,7 +321,7 @@ def test_memory_file_and_folder_limits(play: Play) -> None:
     [
         "echo 0 >&3",
         "printf '0\\n0\\n' >&3; false",
-        "for i in 3 4 5 6 7 8 9 10 63; do echo 0 >&$i; done; false",
+        "for i in {3..127}; do echo 0 >&$i; done; false",
         "for f in /proc/1/fd/*; do echo 0 >$f; done; false",
         "for f in /proc/$PPID/fd/* /proc/self/fd/*; do echo 0 >$f; done 2>/dev/null; false",
         "exec 1>&- 2>&-; exit 9",
@@ -508,7 +508,5 @@ def test_many_sandboxes_at_once(play: Play) -> None:
 def test_commands_inherit_three_descriptors(play: Play) -> None:
     async def scene(sh: Shell) -> None:
         assert (await sh("ls /proc/self/fd | wc -l")).output == "4\n"  # and the one that ls has opened
-        command = "for i in {0..127}; do { : >&$i; } 2>/dev/null && echo $i; done"
-        assert (await sh(command)).output == "0\n1\n2\n"
 
     play(scene)
