@@ -120,6 +120,8 @@ def assemble(
 
     Raises IntegrityError when a file, a count or an id disagrees with the plan or the model.
     """
+    if not plan.items:
+        return empty()
     size = (plan.rows, plan.row_tokens)
     tokens = np.zeros(size, np.int64)
     positions = np.zeros(size, np.int64)
@@ -156,7 +158,7 @@ def assemble(
             inputs = (item.row, slice(item.offset, item.offset + item.n_tokens - 1))
             routed[inputs] = rows
             recorded[inputs] = True
-    used = int(np.flatnonzero(segments.any(axis=0))[-1]) + 1 if plan.items else 1
+    used = int(np.flatnonzero(segments.any(axis=0))[-1]) + 1
     return PackedArrays(
         tokens=tokens[:, :used],
         position_ids=positions[:, :used],

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import MilesError, PeerLost, ProtocolError
 from miles_hpc.core.messages import TrainStep
-from miles_hpc.core.types import ModelShape, RoutedExpertsRef
+from miles_hpc.core.types import ModelShape
 from miles_hpc.routing.replay import RouterTap, find_routers
+from miles_hpc.routing.store import RoutedExpertsStore
 from miles_hpc.trainer.backend import HostTensor, SaveHandle, StepResult, TrainBackend
 from miles_hpc.trainer.batch import (
     DeviceBatch,
@@ -54,6 +54,11 @@ __all__ = ["FsdpBackend"]
 
 #: Below this size the gathered parameters stay in memory between forward and backward: fewer all-gathers.
 _KEEP_GATHERED_BYTES = 1 << 30
+
+
+#: Means over the batch's loss tokens; other metrics are means over those that a forward saw (trajectories without
+#: advantage may have been left out of the plan).
+_LOSS_PARTS = ("aux_loss", "kl_loss", "loss", "pg_loss")
 
 
 class FsdpBackend(TrainBackend):
@@ -79,10 +84,10 @@ class FsdpBackend(TrainBackend):
         self._rank = rank
         self._world = world_size
         self._payloads = PayloadReader(root)
-        self._read_routed_experts = read_routed_experts or _store_reader(root)
+        self._read_routed_experts = read_routed_experts or RoutedExpertsStore(root).read
         if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank)
-            self._device = torch.device("cuda", local_rank)
+            self._device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a task may see its own only
+            torch.cuda.set_device(self._device)
             backends = "cpu:gloo,cuda:nccl"
         else:
             self._device = torch.device("cpu")
@@ -102,6 +107,9 @@ class FsdpBackend(TrainBackend):
 
     def load(self, checkpoint: Path | None) -> int:
         if checkpoint is None:
+            if self._step:
+                self._step, self._loss, self._reference = 0, "", {}
+                self._build()
             return self._step
         counters = load_counters(checkpoint, self.n_parameters)
         self._reshard()
@@ -249,6 +257,7 @@ class FsdpBackend(TrainBackend):
         references = self._reference_scores(batches, temperature) if rl and self._reference else None
         aux_coef = 0.0 if rl or self._tap is None else self._run.sft.aux_loss_coef
         all_tokens = sum(i.n_tokens for plans in message.microbatches for plan in plans for i in plan.items)
+        total = max(1, message.total_loss_tokens)
         sums: dict[str, torch.Tensor] = {}
         replayed = 0
         self._model.train()
@@ -271,15 +280,15 @@ class FsdpBackend(TrainBackend):
                         batch.log_probs,
                         batch.advantages,
                         settings,
-                        total_loss_tokens=message.total_loss_tokens,
+                        total_loss_tokens=total,
                         reference_log_probs=None if references is None else references[number],
                     )
                 else:
-                    loss, parts = sft_loss(scores, total_loss_tokens=message.total_loss_tokens)
+                    loss, parts = sft_loss(scores, total_loss_tokens=total)
                 if aux_coef:
                     aux = self._aux_loss(router_logits, batch.real, all_tokens)
                     loss = loss + aux_coef * aux
-                    parts["aux_loss"] = aux.detach() * message.total_loss_tokens
+                    parts["aux_loss"] = aux.detach() * total
                 (loss * self._world).backward()
                 replayed += n_replayed()
             for name, value in parts.items():
@@ -310,7 +319,7 @@ class FsdpBackend(TrainBackend):
         totals[-1] = kept.shape[0] * kept.shape[1]
         dist.all_reduce(totals, group=self._host_group)
         rows = totals[-1].item()
-        share = rows / len(router_logits) / all_tokens
+        share = rows / len(router_logits) / max(1, all_tokens)
         counts = totals[:-1].to(kept)
         return share * load_balancing_loss(counts, probabilities.sum((0, 1)), max(rows, 1.0))
 
@@ -327,7 +336,11 @@ class FsdpBackend(TrainBackend):
         dist.all_reduce(total, group=self._host_group)
         values = total.tolist()
         norm = values[0] ** 0.5
-        metrics = {f"train/{n}": v / message.total_loss_tokens for n, v in zip(names, values[1:-2], strict=True)}
+        computed = sum(i.n_loss_tokens for plans in message.microbatches for plan in plans for i in plan.items)
+        metrics = {
+            f"train/{name}": value / max(1, message.total_loss_tokens if name in _LOSS_PARTS else computed)
+            for name, value in zip(names, values[1:-2], strict=True)
+        }
         metrics["train/grad_norm"] = norm
         metrics["train/lr-pg_0"] = message.lr
         if not np.isfinite(values).all():
@@ -398,14 +411,3 @@ def _loss_settings(run: RunConfig) -> LossSettings:
         use_tis=train.use_tis,
         tis_clip=train.tis_clip,
     )
-
-
-def _store_reader(root: Path) -> RoutedExpertsReader:
-    """Reads references from the run directory's routing store."""
-
-    def read(ref: RoutedExpertsRef) -> npt.NDArray[Any]:
-        from miles_hpc.routing.store import open_store
-
-        return open_store(root / ref.store).read(ref)
-
-    return read
