@@ -141,7 +141,7 @@ def run_trainer(
     link.start()
     commands = Commands(backend, paths, world_size=group.size, stage=source.stage, source=link.source_address)
     try:
-        return _Lead(group, commands, backend, board, link, paths).run()
+        return _Lead(group, commands, backend, board, link, paths, attempt).run()
     finally:
         link.close()
 
@@ -215,7 +215,9 @@ class _Lead:
         board: FailureBoard,
         link: ControllerLink,
         paths: RunPaths,
+        attempt: int,
     ) -> None:
+        self._attempt = attempt
         self._group = group
         self._commands = commands
         self._backend = backend
@@ -296,7 +298,7 @@ class _Lead:
         if self._events is None or self._events.term != request.term:
             if self._events is not None:
                 self._events.close()
-            self._events = EventLog(self._paths.events, RANK0_NAME, request.term)
+            self._events = EventLog(self._paths.events, RANK0_NAME, attempt=self._attempt, term=request.term)
         fields = {"step": request.message.step} if hasattr(request.message, "step") else {}
         return self._events.span(_snake(request.message), **fields) if self._events else nullcontext()
 
