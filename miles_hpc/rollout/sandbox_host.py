@@ -69,27 +69,30 @@ class SandboxLimits:
     files_bytes: int = 8 << 20  # all files of a create together
 
 
-# PID 1 of a sandbox. It reads NUL-terminated fields from descriptor 3: name and content of each file, an empty name,
-# then commands. Commands get descriptor 4 as output. `trap : INT` keeps an interrupt from ending it; subshells reset
-# it. Where a command names /dev/stderr or the like it runs in a fresh bash, because an undumpable process can't open
-# its own /proc/self/fd.
+# PID 1 of a sandbox. It reads from descriptor 3: name, length and content of each file, an empty name, then length and
+# text of each command; names and lengths end with NUL. (`read -N` takes a block at once, `read -d` a byte at a time.)
+# Commands get descriptor 4 as output. The redirections are an `exec` of their own: those of a compound command keep
+# copies of what they replace, at 10 and above, within the command's reach. `trap : INT` keeps an interrupt from ending
+# it; subshells reset it. Where a command names /dev/stderr or the like it runs in a fresh bash, because an undumpable
+# process can't open its own /proc/self/fd.
 _DRIVER = r"""
 ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} -u {processes} || exit 9
 trap : INT
 failed=0
 while IFS= read -r -d '' -u 3 name && [[ $name ]]; do
-  IFS= read -r -d '' -u 3 text
+  IFS= read -r -d '' -u 3 length
+  IFS= read -r -N "$length" -u 3 text
   [[ $name != */* ]] || mkdir -p "./${{name%/*}}"
   printf %s "$text" >"./$name" || failed=1
 done
-unset name text
 echo "$failed" >&3
-unset failed
-while IFS= read -r -d '' -u 3 command; do
+unset name text failed
+while IFS= read -r -d '' -u 3 length && IFS= read -r -N "$length" -u 3 command; do
   (
+    exec </dev/null >&4 2>&1 3<&- 4>&-
     case $command in (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command";; esac
     eval "$command"
-  ) </dev/null >&4 2>&1 3<&- 4>&-
+  )
   echo $? >&3
 done
 """
@@ -259,7 +262,7 @@ class SandboxHost:
         sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
         timed_out = False
         status = self._expect_status(sandbox)
-        await self._send(sandbox, data + b"\0", timeout_s)
+        await self._send(sandbox, b"%d\0%s" % (len(data), data), timeout_s)
         try:
             code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
         except TimeoutError:
@@ -325,8 +328,8 @@ class SandboxHost:
         loop.add_reader(ours.fileno(), self._on_control, sandbox)
         loop.add_reader(output, self._on_output, sandbox)
         self._expect_status(sandbox)
-        fields = [part for name, text in sandbox.files.items() for part in (name, text)]
-        data = "".join(f"{field}\0" for field in [*fields, ""]).encode()
+        files = ((name.encode(), text.encode()) for name, text in sandbox.files.items())
+        data = b"".join(b"%s\0%d\0%s" % (name, len(text), text) for name, text in files) + b"\0"
         try:
             sent = ours.send(data)
         except OSError:

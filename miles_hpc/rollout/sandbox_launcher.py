@@ -151,7 +151,7 @@ class _Launcher:
         # fmt: off
         self.command = [
             bwrap, "--unshare-user", "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID),
-            "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox",
+            "--cap-drop", "ALL", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox",
             "--dev-bind", root, "/", "--proc", "/proc",
             "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/work",
             "--die-with-parent", "--as-pid-1", "--new-session", "--chdir", "/work",
@@ -166,6 +166,8 @@ class _Launcher:
             readable, _, _ = select.select([self.channel], [], [], 1.0 if self.pids else 30.0)
             if readable:
                 message, fds, _, _ = socket.recv_fds(self.channel, 256, 2)
+                for fd in fds:
+                    os.set_inheritable(fd, False)  # Python 3.11 drops the flag that would say so
                 if not message:
                     return
                 verb, _, sandbox = message.decode().partition(" ")
@@ -252,6 +254,7 @@ def main(arguments: list[str]) -> int:
     """`FD KIND DRIVER BWRAP SIZE`. Exit code 0 when the host closed the channel, 1 when isolation isn't possible."""
     fd, kind, driver, bwrap, size = arguments
     channel = socket.socket(fileno=int(fd))
+    channel.set_inheritable(False)
     while True:  # keep received descriptors clear of 0..4, which sandboxes get
         low = os.open("/dev/null", os.O_RDONLY)
         if low > 4:

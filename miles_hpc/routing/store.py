@@ -46,9 +46,10 @@ def write_group(
 
     `arrays[i]` is [rows_i, moe_layers, top_k], uint8 or uint16, equal in all but rows; rows_i may be 0. `version` is
     the oldest that sampled any token of the group. Blocks for the write and (with `durable`) four fsyncs. Writing
-    the same attempt twice under one term returns the same references and leaves the first one's bytes.
+    the same content twice is fine and writes nothing.
 
-    Raises UserError for arrays that don't fit together, OSError.
+    Raises UserError for arrays that don't fit together, IntegrityError when this attempt was published under this
+    term with other content, OSError.
     """
     store = run_dir / "routing" / store_name(version)
     key = array_key(group_id, attempt, term)
@@ -80,10 +81,20 @@ def write_group(
         else:
             temporary.rename(final)
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not (final / "zarr.json").exists():  # the same attempt was published before: fine
+        if not final.exists():
             raise
+        if not _equal(temporary, final):  # references to one would read rows of the other
+            raise IntegrityError(f"routed experts {store.name}/{key}: published before with other content") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already when it was published
     return references
+
+
+def _equal(one: Path, other: Path) -> bool:
+    names = {path.name for path in one.iterdir()}
+    return names == {path.name for path in other.iterdir()} and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+    )
 
 
 def _write(path: Path, data: bytes, durable: bool) -> None:

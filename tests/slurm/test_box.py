@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -166,6 +167,42 @@ def test_two_boxes_started_at_once_live_side_by_side(folder: Path) -> None:
     assert mentions(folder) == []
 
 
+def test_two_calls_of_up_start_one_box(folder: Path) -> None:
+    command = [sys.executable, "-m", "tools.slurm_box", "up", "--nodes", "trainer:1", "--root", str(folder)]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        calls = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        said = sorted(call.communicate(timeout=120)[0].partition(" ")[0] for call in calls)
+        assert said == ["already", "up"]
+    finally:
+        Box(folder).down()
+
+
+def test_up_resumes_a_node_that_an_operator_took_down(clean_box: Box) -> None:
+    clean_box.run("scontrol", "update", "nodename=sandbox1", "state=down", "reason=test")
+    assert clean_box.nodes()["sandbox1"] == "down"
+    clean_box.up()
+    assert clean_box.nodes()["sandbox1"] == "idle"
+
+
+def test_a_crash_of_everything_is_cleaned_up(folder: Path) -> None:
+    box = Box(folder)
+    try:
+        box.up(BoxSpec.parse("trainer:2"))
+        submit(box, "#!/bin/bash\necho runs\nsleep 300\n", folder / "log" / "job", "--no-requeue", "-w", "trainer1")
+        until(lambda: lines(folder / "log" / "job", "runs"), "the job to run")
+        daemons = [process_of(pid) for pid in box.daemons().values() if pid is not None]
+        end([process for process in daemons if process is not None], grace_s=0.0, sig=signal.SIGKILL)
+        orphans = {pid for pid in mentions(folder) if b"sleep\x00300" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+        assert len(orphans) == 1, "a task outlives its slurmd"
+        box.up()
+        assert not orphans & set(mentions(folder))
+        until(lambda: set(box.nodes().values()) == {"idle"}, "idle nodes")
+    finally:
+        box.down()
+    assert mentions(folder) == []
+
+
 def test_an_ordinary_user_has_a_box_of_their_own(folder: Path) -> None:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root can become another user")
@@ -276,6 +313,7 @@ def test_a_power_cut_without_requeue_is_a_node_failure(clean_box: Box, folder: P
     )
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_a_pulled_cable_splits_the_job_and_heals(folder: Path) -> None:
     if os.getuid() != 0:
@@ -335,6 +373,18 @@ def test_a_task_may_start_its_rank_as_a_child(clean_box: Box, folder: Path) -> N
     job = submit(clean_box, script + step, folder / "out")
     until(lambda: finished(clean_box, job), f"job {job} to end", 120.0)
     assert sorted(lines(folder / "out", "rank")) == ["rank 0 of 2 sum 2", "rank 1 of 2 sum 2"]
+
+
+@pytest.mark.slow
+def test_accounting_tells_het_components_apart(folder: Path) -> None:
+    # With namespaces where possible: then slurmdbd listens on the bridge, which must be there before it.
+    with fresh_box(BoxSpec.parse("trainer:1,rollout:1", accounting=True, netns=os.getuid() == 0)) as box:
+        head = "#!/bin/bash\n#SBATCH -J train -p trainer\n#SBATCH hetjob\n#SBATCH -J roll -p rollout\n"
+        job = submit(box, f"{head}srun --het-group=0,1 true\n", folder / "out")
+        ended = [f"{job}+0|train|COMPLETED", f"{job}+1|roll|COMPLETED"]
+        ask = ("sacct", "-n", "-P", "-X", "-o", "jobid,jobname,state")
+        until(lambda: box.run(*ask).split() == ended, "both components in sacct")
+    assert mentions(box.root) == []
 
 
 # -- command line -----------------------------------------------------------------------------------------------------

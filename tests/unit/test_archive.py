@@ -32,7 +32,12 @@ def trajectory(group_id: int, index: int, n: int, version: WeightVersion | None)
         tokens=Array.of(rng.integers(0, 64, n, dtype=np.int32)),
         loss_mask=Array.of(rng.integers(0, 2, n, dtype=np.uint8)),
         log_probs=Array.of(rng.normal(size=n).astype(np.float32)),
-        versions=(VersionSpan(version=version, start=1, end=n),) if version is not None else (),
+        versions=(
+            VersionSpan(version=WeightVersion(version.term, version.step + 1), start=1, end=2),
+            VersionSpan(version=version, start=2, end=n),
+        )
+        if version is not None
+        else (),
         reward=index / 2,
         status=SampleStatus.TRUNCATED if index else SampleStatus.COMPLETED,
         turns=index + 1,

@@ -23,7 +23,7 @@ from checkpoints.journal import (
     StepDone,
     read_journals,
 )
-from checkpoints.lineage import account, final_lineage, fork_steps, reusable_groups
+from checkpoints.lineage import account, collectable_payloads, final_lineage, fork_steps, reusable_groups
 from checkpoints.manifest import Counters, JournalPosition, LineageSegment, Manifest, extend_lineage, started_after
 
 
@@ -45,7 +45,7 @@ def owned(group_id: int) -> GroupOwned:
     return GroupOwned(
         group_id=group_id,
         attempt=0,
-        path="",
+        path=f"spool/{group_id}",
         n_bytes=0,
         crc32=0,
         oldest=None,
@@ -169,7 +169,7 @@ def play(history: History, names: list[str], data: st.DataObject) -> None:
                 history.trainer_lost()
             case "new term":
                 bases = [None, *sorted(history.saved)]
-                base = data.draw(st.sampled_from(bases[-2:]))  # the newest may have been unreadable
+                base = data.draw(st.sampled_from(bases[-3:]))  # the newest may have been unreadable
                 history.start_term(history.saved[base] if base else None)
             case "zombie" if history.term > 1:
                 old = history.writers[data.draw(st.integers(1, history.term - 1))]
@@ -201,6 +201,7 @@ def test_journals_lead_back_to_the_saved_state(names: list[str], data: st.DataOb
     assert [(s.term, n) for s in counted.segments for n in range(s.first_step, s.last_step + 1)] == list(truth.path)
     again = reusable_groups(journals, counted)
     assert not again.keys() & (truth.trained.keys() | truth.dropped | truth.set_aside)
+    assert not set(collectable_payloads(journals, counted)) & {f"spool/{i}" for i in again}
 
     forks = fork_steps(journals, counted.segments)
     on_path = set(truth.path)
@@ -279,6 +280,7 @@ def test_steps_behind_the_manifest_are_counted_apart(tmp_path: Path) -> None:
     assert counted.unsaved_steps == 2
     assert not counted.completed
     assert sorted(reusable_groups(journals, counted)) == [2, 3]
+    assert sorted(collectable_payloads(journals, counted)) == ["spool/0", "spool/1"]
     assert account(journals, None).unsaved_steps == 3  # term 1 is the newest that starts afresh
 
 
@@ -308,3 +310,34 @@ def test_journals_that_contradict_the_manifest_are_refused(tmp_path: Path) -> No
     other = Manifest(**fields | {"lineage": (LineageSegment(term=2, first_step=1, last_step=4),)})
     with pytest.raises(JournalCorrupt, match="the manifest says"):
         final_lineage(journals, other)
+
+
+def test_a_dead_term_on_a_dead_term_left_where_the_first_one_did(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for save in (True, False, True):  # term 1: saved at 1; term 2 from there: saved at 3; term 3 from there
+        for _ in range(2 if history.term > 1 else 1):
+            history.admit()
+            history.train([history.state.next_id - 1])
+        if history.term < 3:
+            history.save()
+            history.start_term(history.newest())
+        assert save or history.term == 3
+    history.start_term(history.saved[1, 1])  # term 4 goes back to the first manifest
+    history.save()
+    history.close()
+    journals = read_journals(tmp_path)
+    segments = final_lineage(journals, history.saved[4, 1][0])
+    assert fork_steps(journals, segments) == {1: 1, 2: 1, 3: 1, 4: 1}
+
+
+def test_a_batch_of_an_earlier_step_changes_nothing(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.admit()
+    history.admit()
+    history.train([0])
+    history.save()
+    history.start_term(history.newest())
+    history.journal.append(BatchFormed(step=1, group_ids=(1,), staleness=(0,)))
+    history.save()
+    history.close()
+    assert account(read_journals(tmp_path), history.saved[2, 1][0]).trained == {0: 1}

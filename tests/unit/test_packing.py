@@ -23,8 +23,12 @@ def item(number: int, n_tokens: int, advantage: float = 1.0, n_loss_tokens: int 
     )
 
 
+# length, advantage, number of loss tokens
+trajectories = st.tuples(st.integers(1, 64), st.sampled_from([-1.0, 0.0, 0.5]), st.sampled_from([1, 1, 1, 0]))
+
+
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 64), st.sampled_from([0.0, -1.0, 0.5]), st.integers(0, 1)), max_size=60),
+    lengths=st.integers(0, 40).flatmap(lambda n: st.lists(trajectories, min_size=n, max_size=n)),
     n_ranks=st.integers(1, 5),
     spare=st.integers(0, 30),
     rows=st.integers(1, 4),
@@ -71,6 +75,9 @@ def test_plan(
             for p in m.items:
                 used[r, k, p.row] = used.get((r, k, p.row), 0) + p.n_tokens
     assert sum(2 * n <= row_tokens for n in used.values()) <= 1
+    for r in range(n_ranks):  # longest first, so that trimming helps
+        own_rows = [n for (rank, _, _), n in sorted(used.items()) if rank == r]
+        assert own_rows == sorted(own_rows, reverse=True)
 
 
 def test_best_fit_by_hand() -> None:
@@ -78,6 +85,8 @@ def test_best_fit_by_hand() -> None:
     rows = [[(p.row, p.offset, p.n_tokens) for p in m.items] for m in plan.microbatches[0]]
     assert rows == [[(0, 0, 6), (0, 6, 4), (1, 0, 5), (1, 5, 3), (1, 8, 2)]]
     assert plan.fill == 1.0
+    trimmed = plan_batch([item(0, 60), item(1, 33), item(2, 31)], 1, 70, 70)
+    assert [m.row_tokens for m in trimmed.microbatches[0]] == [64, 60]
 
 
 def test_nothing_to_train_gives_every_rank_one_empty_microbatch() -> None:

@@ -96,12 +96,14 @@ def test_a_group_is_three_inodes(tmp_path: Path) -> None:
     assert sum(1 for _ in (tmp_path / "routing").rglob("*")) + 1 == inodes(groups_per_step=1, steps_kept=1)
 
 
-def test_the_same_attempt_twice_keeps_the_first(tmp_path: Path) -> None:
+def test_an_attempt_has_one_content(tmp_path: Path) -> None:
     first = group(tmp_path, [rows(4, seed=1)])
-    again = group(tmp_path, [rows(4, seed=2)])
-    assert first == again
+    assert group(tmp_path, [rows(4, seed=1)]) == first
+    for other in ([rows(4, seed=2)], [rows(5, seed=1)], [rows(2, seed=1), rows(2, seed=1)]):
+        with pytest.raises(IntegrityError, match="published before with other content"):
+            group(tmp_path, other)
     np.testing.assert_array_equal(RoutedExpertsStore(tmp_path).read(first[0]), rows(4, seed=1))
-    assert len(list((tmp_path / first[0].store).iterdir())) == 1
+    assert len(list((tmp_path / first[0].store).iterdir())) == 1  # no temporary left
 
 
 def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--root", type=Path, default=None, metavar="DIR", help=f"default {default_root()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    up = commands.add_parser("up", parents=[common], help="start the box, or what is missing of it")
+    up = commands.add_parser(
+        "up", parents=[common], help="start the box, or what is missing of it; without options: as last time"
+    )
     up.add_argument("--nodes", metavar="GROUP:COUNT,...", help=f"a partition per group; default {_DEFAULT_NODES}")
     up.add_argument("--gpus", metavar="GROUP:COUNT,...", help="fake GPUs per node of a group; default none")
     up.add_argument("--cpus", type=int, metavar="N", help="CPUs that a node declares; default 8")

@@ -219,16 +219,26 @@ class Box:
         return node
 
     def _start_missing(self, plan: Plan, deadline: Deadline) -> None:
+        if plan.spec.netns:  # first: until then the subnet's packets would leave by the default route
+            namespaces.create_bridge(plan)
         started = []
         for name in daemon_names(plan):
             if daemon(self.root, name) is None:
-                start(plan, name, deadline)
+                try:
+                    start(plan, name, deadline)
+                except DeadlineExpired as error:
+                    raise DeadlineExpired(f"{error}; waited for {name}: {last_line(self.root, name)}") from error
                 started.append(name)
         self._await_nodes(plan.nodes, deadline)
         self.started = tuple(started)
 
     def _await_nodes(self, nodes: tuple[Node, ...] | list[Node], deadline: Deadline) -> None:
-        """Until Slurm may use each node, or an operator has drained it."""
+        """Until Slurm may use each node, or an operator has drained it.
+
+        A node that registers comes up by itself; one that stays down though its slurmd runs was set down by hand: it is
+        resumed.
+        """
+        patience, resumed = Deadline(2.0, "nodes to register"), False
         while True:
             for node in nodes:
                 name = node_daemon(node.name)
@@ -245,6 +255,10 @@ class Box:
             if deadline.expired:
                 seen = ", ".join(f"{name} {states.get(name, 'unknown')}" for name in waiting)
                 raise DeadlineExpired(f"{deadline.error()}; not usable: {seen}; see {self.root}/log")
+            down = [name for name in waiting if states.get(name) == "down"]
+            if down and patience.expired and not resumed:
+                self.run("scontrol", "update", f"nodename={','.join(down)}", "state=resume")
+                resumed = True
             time.sleep(0.05)
 
     def _cancel_jobs(self) -> None:

@@ -60,8 +60,6 @@ def start(plan: Plan, name: str, deadline: Deadline) -> None:
     elif name == "slurmctld":
         if plan.spec.accounting:
             accounting.register_cluster(plan, environ, deadline)
-        if plan.spec.netns:
-            namespaces.create_bridge(plan)
         spawn([find_binary("slurmctld"), "-D"], environ, log=_log(root, name), record=record(root, name))
         _await_listener(plan, name, plan.base_port, deadline)
     else:
