@@ -69,9 +69,9 @@ class DcpSaveHandle(SaveHandle):
 
     def _finish(self) -> None:
         try:
+            self._tensors.result()  # first: the save's collectives must be over when this handle is done
             for name, data in self._small.items():
                 publish_bytes(self._folder / name, data)
-            self._tensors.result()
             names = [*self._small, *(p.name for p in self._folder.glob(f"__{self._rank}_*.distcp"))]
             if self._rank == 0:
                 names.append(".metadata")
