@@ -47,7 +47,8 @@ from miles_hpc.rollout import sandbox_launcher
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 
-Isolation = Literal["auto", "bubblewrap"]
+#: `auto` takes the first of unshare and bubblewrap that works here. `none` isn't isolation at all (see SandboxHost).
+Isolation = Literal["auto", "unshare", "bubblewrap", "none"]
 
 
 class SandboxError(MilesError):
@@ -73,10 +74,11 @@ class SandboxLimits:
 # text of each command; names and lengths end with NUL. (`read -N` takes a block at once, `read -d` a byte at a time.)
 # Commands get descriptor 4 as output. The redirections are an `exec` of their own: those of a compound command keep
 # copies of what they replace, at 10 and above, within the command's reach. `trap : INT` keeps an interrupt from ending
-# it; subshells reset it. Where a command names /dev/stderr or the like it runs in a fresh bash, because an undumpable
-# process can't open its own /proc/self/fd.
+# PID 1; subshells reset it. A command of plain words that is a program (`hash` knows no builtins) is executed in place
+# of the subshell, which saves a fork. One that names /dev/stderr or the like runs in a fresh bash, because an
+# undumpable process can't open its own /proc/self/fd.
 _DRIVER = r"""
-ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} -u {processes} || exit 9
+ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} {processes} || exit 9
 trap : INT
 failed=0
 while IFS= read -r -d '' -u 3 name && [[ $name ]]; do
@@ -90,7 +92,13 @@ unset name text failed
 while IFS= read -r -d '' -u 3 length && IFS= read -r -N "$length" -u 3 command; do
   (
     exec </dev/null >&4 2>&1 3<&- 4>&-
-    case $command in (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command";; esac
+    case $command in
+      (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command" ;;
+      (*[!A-Za-z0-9_./\ \<*=-]*) ;;
+      (*)
+        word=${{command%% *}}
+        if hash "$word" 2>/dev/null && [[ ${{BASH_CMDS[$word]}} ]]; then eval "exec $command"; exit; fi ;;
+    esac
     eval "$command"
   )
   echo $? >&3
@@ -122,6 +130,9 @@ class SandboxHost:
     """Creates sandboxes, executes commands in them, destroys them; `handle` answers the messages.
 
     Call `start` once, `close` at the end. Everything runs in one event loop and nothing blocks it for long.
+
+    With isolation `none`, for nodes without user namespaces and for trusted models only, commands run as this user in a
+    folder under TMPDIR: limits of time, output and size hold, nothing else of the table above does.
     """
 
     def __init__(
@@ -152,8 +163,21 @@ class SandboxHost:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        await self._start_launcher()
-        await self._probe()
+        kinds = ("unshare", "bubblewrap") if self._wanted == "auto" else (self._wanted,)
+        failures = []
+        for kind in kinds:
+            try:
+                await self._start_launcher(kind)
+                await self._probe(kind)
+                break
+            except UserError as error:
+                failures.append(f"{kind}: {error}")
+                await self.close()
+        else:
+            raise UserError(
+                f"this node can't isolate sandboxes ({'; '.join(failures)}): allow user namespaces "
+                "(sysctl user.max_user_namespaces) or choose isolation 'none' for commands that are trusted"
+            )
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def close(self) -> None:
@@ -425,21 +449,21 @@ class SandboxHost:
 
     # ------------------------------------------------------------------------------------------- start and care
 
-    async def _start_launcher(self) -> None:
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise UserError("sandboxes need bubblewrap: no bwrap on this node's PATH")
+    async def _start_launcher(self, kind: str) -> None:
+        bwrap = shutil.which("bwrap") or ""
+        if kind == "bubblewrap" and not bwrap:
+            raise UserError("no bwrap on this node's PATH")
         limits = self.limits
         driver = _DRIVER.format(
             open_files=limits.open_files,
             file_kib=limits.file_bytes >> 10,
             memory_kib=limits.memory_bytes >> 10,
             cpu_s=limits.cpu_s,
-            processes=limits.processes,
+            processes=f"-u {limits.processes}" if kind != "none" else "",  # there it would count the user's others
         )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(sandbox_launcher.__file__))
-        arguments = [str(theirs.fileno()), "bubblewrap", driver, bwrap, str(limits.folder_bytes)]
+        arguments = [str(theirs.fileno()), kind, driver, bwrap, str(limits.folder_bytes)]
         try:
             self._launcher = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", "-E", program, *arguments, pass_fds=(theirs.fileno(),), env={}, cwd="/"
@@ -459,17 +483,18 @@ class SandboxHost:
             )
         self._channel, self.isolation = ours, text
 
-    async def _probe(self) -> None:
+    async def _probe(self, kind: str) -> None:
         """One real command, before any is trusted to the sandbox."""
+        user = os.getuid() if kind == "none" else sandbox_launcher.SANDBOX_UID
         self.create("probe", {"a": "1\n"})
         try:
             result = await self.execute("probe", "cat a; id -u", timeout_s=20.0, max_output_bytes=4096)
         except SandboxError as error:
-            raise UserError(f"this node can't isolate sandboxes: {error}") from error
+            raise UserError(str(error)) from error
         finally:
             self.destroy("probe")
-        if result.exit_code != 0 or result.output != f"1\n{sandbox_launcher.SANDBOX_UID}\n":
-            raise UserError(f"this node can't isolate sandboxes: the probe answered {result.output[:200]!r}")
+        if result.exit_code != 0 or result.output != f"1\n{user}\n":
+            raise UserError(f"the probe answered {result.output[:200]!r} with exit code {result.exit_code}")
 
     async def _sweep(self) -> None:
         """End sandboxes that nobody has used for long: their rollout host is gone."""
