@@ -1,7 +1,7 @@
 """The sandbox host: isolated working folders on this node, in which commands are executed for real.
 
     SandboxHost ── start/clear/stop ──▶ launcher (its own namespaces, no network)
-         │                                 └─ one bubblewrap + bash per sandbox
+         │                                 └─ one bash per sandbox, PID 1 of its own namespaces
          └── control socket, output pipe ──▶ that bash: reads commands, runs each in a subshell, tells its status
 
 | promise | how |
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import resource
 import shutil
 import socket
@@ -29,7 +30,6 @@ import sys
 import termios
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -44,6 +44,7 @@ from miles_hpc.core.messages import (
     SandboxStatus,
 )
 from miles_hpc.rollout import sandbox_launcher
+from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, driver, exec_request, files_request
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 
@@ -53,77 +54,6 @@ Isolation = Literal["auto", "unshare", "bubblewrap", "none"]
 
 class SandboxError(MilesError):
     """A sandbox couldn't be made or kept; the command's effect is unknown."""
-
-
-@dataclass(frozen=True)
-class SandboxLimits:
-    """Bounds of one sandbox; the first five hold for each of its processes (setrlimit(2))."""
-
-    cpu_s: int = 10
-    memory_bytes: int = 512 << 20  # address space
-    file_bytes: int = 8 << 20  # one file
-    open_files: int = 128
-    processes: int = 48  # of the sandbox together
-    folder_bytes: int = 16 << 20  # /work and /tmp, each
-    command_bytes: int = 64 << 10
-    discard_bytes: int = 1 << 20  # output beyond the caller's limit that is read and dropped before the kill
-    files_bytes: int = 8 << 20  # all files of a create together
-
-
-# PID 1 of a sandbox. It reads from descriptor 3: name, length and content of each file, an empty name, then length and
-# text of each command; names and lengths end with NUL. (`read -N` takes a block at once, `read -d` a byte at a time.)
-# Commands get descriptor 4 as output. The redirections are an `exec` of their own: those of a compound command keep
-# copies of what they replace, at 10 and above, within the command's reach. `trap : INT` keeps an interrupt from ending
-# PID 1; subshells reset it. A command of plain words that is a program (`hash` knows no builtins) is executed in place
-# of the subshell, which saves a fork. One that names /dev/stderr or the like runs in a fresh bash, because an
-# undumpable process can't open its own /proc/self/fd.
-_DRIVER = r"""
-ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} {processes} || exit 9
-trap : INT
-failed=0
-while IFS= read -r -d '' -u 3 name && [[ $name ]]; do
-  IFS= read -r -d '' -u 3 length
-  IFS= read -r -N "$length" -u 3 text
-  [[ $name != */* ]] || mkdir -p "./${{name%/*}}"
-  printf %s "$text" >"./$name" || failed=1
-done
-echo "$failed" >&3
-unset name text failed
-while IFS= read -r -d '' -u 3 length && IFS= read -r -N "$length" -u 3 command; do
-  (
-    exec </dev/null >&4 2>&1 3<&- 4>&-
-    case $command in
-      (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command" ;;
-      (*[!A-Za-z0-9_./\ \<*=-]*) ;;
-      (*)
-        word=${{command%% *}}
-        if hash "$word" 2>/dev/null && [[ ${{BASH_CMDS[$word]}} ]]; then eval "exec $command"; exit; fi ;;
-    esac
-    eval "$command"
-  )
-  echo $? >&3
-done
-"""
-
-
-class _Sandbox:
-    """One sandbox's descriptors and what its bash has said. Belongs to the event loop."""
-
-    def __init__(self, sandbox_id: str, files: Mapping[str, str]) -> None:
-        self.id = sandbox_id
-        self.files = dict(files)
-        self.lock = asyncio.Lock()
-        self.control: socket.socket | None = None
-        self.output = -1
-        self.name = ""  # the launcher's name of the current incarnation
-        self.lines = bytearray()
-        self.status: asyncio.Future[int] | None = None  # what its bash is to say next; None when nothing is awaited
-        self.rest: asyncio.Task[None] | None = None  # large files on their way in
-        self.kept = bytearray()
-        self.n_output = 0
-        self.limit = 0
-        self.overflow = False
-        self.used = time.monotonic()
 
 
 class SandboxHost:
@@ -150,7 +80,7 @@ class SandboxHost:
         self._max_live = max_live
         self._launcher: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
-        self._sandboxes: dict[str, _Sandbox] = {}
+        self._sandboxes: dict[str, Sandbox] = {}
         self._incarnations = 0
         self._executed = 0
         self._executing_s = 0.0
@@ -239,7 +169,7 @@ class SandboxHost:
         self.destroy(sandbox_id)
         if len(self._sandboxes) >= self._max_live:
             raise SandboxError(f"{len(self._sandboxes)} sandboxes are live, the limit of this host")
-        sandbox = _Sandbox(sandbox_id, files)
+        sandbox = Sandbox(sandbox_id, files)
         self._sandboxes[sandbox_id] = sandbox
         self._launch(sandbox)
 
@@ -276,7 +206,7 @@ class SandboxHost:
     # ------------------------------------------------------------------------------------------- execution
 
     async def _execute(
-        self, sandbox: _Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
+        self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
     ) -> SandboxResult:
         if sandbox.control is None:
             self._launch(sandbox)
@@ -286,7 +216,7 @@ class SandboxHost:
         sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
         timed_out = False
         status = self._expect_status(sandbox)
-        await self._send(sandbox, b"%d\0%s" % (len(data), data), timeout_s)
+        await self._send(sandbox, exec_request(data), timeout_s)
         try:
             code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
         except TimeoutError:
@@ -312,7 +242,7 @@ class SandboxHost:
             duration_s=time.monotonic() - begin,
         )
 
-    async def _ready(self, sandbox: _Sandbox) -> None:
+    async def _ready(self, sandbox: Sandbox) -> None:
         """Wait until the sandbox's bash has written its files."""
         if sandbox.status is None:
             return
@@ -326,7 +256,7 @@ class SandboxHost:
             reason = "its files don't fit" if code > 0 else "it didn't start"
             raise SandboxError(f"sandbox {sandbox.id}: {reason}")
 
-    def _launch(self, sandbox: _Sandbox) -> None:
+    def _launch(self, sandbox: Sandbox) -> None:
         if self._channel is None:
             raise SandboxError("the sandbox host isn't started")
         self._incarnations += 1
@@ -352,8 +282,7 @@ class SandboxHost:
         loop.add_reader(ours.fileno(), self._on_control, sandbox)
         loop.add_reader(output, self._on_output, sandbox)
         self._expect_status(sandbox)
-        files = ((name.encode(), text.encode()) for name, text in sandbox.files.items())
-        data = b"".join(b"%s\0%d\0%s" % (name, len(text), text) for name, text in files) + b"\0"
+        data = files_request(sandbox.files)
         try:
             sent = ours.send(data)
         except OSError:
@@ -361,7 +290,7 @@ class SandboxHost:
         if sent < len(data):
             sandbox.rest = asyncio.create_task(self._send(sandbox, data[sent:], 30.0))
 
-    def _end(self, sandbox: _Sandbox) -> None:
+    def _end(self, sandbox: Sandbox) -> None:
         if sandbox.control is None:
             return
         loop = asyncio.get_running_loop()
@@ -377,11 +306,11 @@ class SandboxHost:
                 sandbox.status.set_result(-1)
             sandbox.status = None
 
-    def _expect_status(self, sandbox: _Sandbox) -> asyncio.Future[int]:
+    def _expect_status(self, sandbox: Sandbox) -> asyncio.Future[int]:
         sandbox.status = asyncio.get_running_loop().create_future()
         return sandbox.status
 
-    async def _send(self, sandbox: _Sandbox, data: bytes, timeout_s: float) -> None:
+    async def _send(self, sandbox: Sandbox, data: bytes, timeout_s: float) -> None:
         if sandbox.control is None:
             return
         try:
@@ -390,14 +319,14 @@ class SandboxHost:
             if sandbox.status is not None and not sandbox.status.done():
                 sandbox.status.set_result(-1)
 
-    def _tell(self, verb: str, sandbox: _Sandbox) -> None:
+    def _tell(self, verb: str, sandbox: Sandbox) -> None:
         if self._channel is not None:
             try:
                 self._channel.send(f"{verb} {sandbox.name}".encode())
             except OSError:
                 pass  # the launcher is gone, and with it the sandbox
 
-    def _on_control(self, sandbox: _Sandbox) -> None:
+    def _on_control(self, sandbox: Sandbox) -> None:
         assert sandbox.control is not None
         try:
             data = sandbox.control.recv(256)
@@ -420,7 +349,7 @@ class SandboxHost:
         if sandbox.status is not None and not sandbox.status.done():
             sandbox.status.set_result(code)
 
-    def _on_output(self, sandbox: _Sandbox) -> None:
+    def _on_output(self, sandbox: Sandbox) -> None:
         try:
             data = os.read(sandbox.output, 65536)
         except BlockingIOError:
@@ -436,7 +365,7 @@ class SandboxHost:
             sandbox.overflow = True
             self._tell("clear", sandbox)
 
-    def _drain(self, sandbox: _Sandbox) -> None:
+    def _drain(self, sandbox: Sandbox) -> None:
         if sandbox.output < 0:
             return
         waiting = struct.unpack("i", fcntl.ioctl(sandbox.output, termios.FIONREAD, b"\0\0\0\0"))[0]
@@ -453,17 +382,12 @@ class SandboxHost:
         bwrap = shutil.which("bwrap") or ""
         if kind == "bubblewrap" and not bwrap:
             raise UserError("no bwrap on this node's PATH")
-        limits = self.limits
-        driver = _DRIVER.format(
-            open_files=limits.open_files,
-            file_kib=limits.file_bytes >> 10,
-            memory_kib=limits.memory_bytes >> 10,
-            cpu_s=limits.cpu_s,
-            processes=f"-u {limits.processes}" if kind != "none" else "",  # there it would count the user's others
-        )
+        # Since Linux 5.14 the process limit counts per user namespace; before, it would count the user's other processes.
+        kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+        program_text = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(sandbox_launcher.__file__))
-        arguments = [str(theirs.fileno()), kind, driver, bwrap, str(limits.folder_bytes)]
+        arguments = [str(theirs.fileno()), kind, program_text, bwrap, str(self.limits.folder_bytes)]
         try:
             self._launcher = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", "-E", program, *arguments, pass_fds=(theirs.fileno(),), env={}, cwd="/"
