@@ -19,6 +19,7 @@ generation goes on; only the copy into the live parameters and the check of thei
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ from miles_hpc.rollout.torch_model import SlotModel
 from miles_hpc.weights.broadcast import fetch
 
 __all__ = ["TorchEngine"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -262,16 +265,17 @@ class TorchEngine(RolloutEngine):
                 self._wake.wait_for(lambda: self._inbox or self._closing or self._decoder.busy)
                 inbox, self._inbox = self._inbox, []
                 closing = self._closing
-            for work in inbox:
-                work()
-            if closing:
-                self._decoder.fail_all(PeerLost(f"engine {self.name} is closed"))
-                return
             try:
+                for work in inbox:
+                    work()
+                if closing:
+                    self._decoder.fail_all(PeerLost(f"engine {self.name} is closed"))
+                    return
                 self._decoder.step()
             except Exception as error:
                 # The cache may be half written: nothing that is under way can go on, later requests can.
-                self._decoder.fail_all(ProtocolError(f"engine {self.name}: a forward failed: {error}"))
+                logger.exception("engine %s: a step failed", self.name)
+                self._decoder.fail_all(ProtocolError(f"engine {self.name}: a step failed: {error}"))
 
     def _apply(self, manifest: WeightManifest, deadline: Deadline) -> tuple[dict[str, bytes], float]:
         """The pause: copy staging into the live parameters, then serve them only if their digests are right."""

@@ -168,7 +168,11 @@ def _read_config(path: Path) -> Any:
         raise UserError(f"engine model {file}: {error}: expected a Hugging Face config.json") from error
     if "auto_map" in raw:
         raise UserError(f"engine model {file}: it names its own code (auto_map): only models of transformers are run")
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        kind = raw.get("model_type")
+        raise UserError(f"engine model {file}: model_type {kind!r}: this transformers doesn't know it") from error
 
 
 def _refuse_unusual_attention(text: Any, max_length: int, path: Path) -> None:
