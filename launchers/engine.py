@@ -17,7 +17,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_hpc.core.errors import EXIT_USER_ERROR, UserError
+from miles_hpc.core import exits
+from miles_hpc.core.errors import UserError
 
 if TYPE_CHECKING:
     from miles_hpc.core.config import RunConfig
@@ -50,7 +51,7 @@ def main() -> int:
         return asyncio.run(_serve(args, load_run(paths.resolved_toml), paths, parent))
     except UserError as error:
         print(f"engine {args.name}: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return exits.USER_ERROR
 
 
 async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, parent: int) -> int:

@@ -19,8 +19,6 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from miles_hpc.control.accepting import Accepted
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES, Acceptor, Dialer, SessionKeys
 from miles_hpc.control.calls import CallEndpoint, EndpointHook
@@ -32,6 +30,7 @@ from miles_hpc.control.frames import (
     Limits,
     Opener,
     Sealer,
+    aligned_buffer,
     check_body,
 )
 from miles_hpc.core.errors import (
@@ -44,6 +43,7 @@ from miles_hpc.core.errors import (
     UserError,
 )
 from miles_hpc.core.transport import Buffer, Credentials, Handler, Listener, Transport
+from miles_hpc.core.version import PROTOCOL_VERSION
 
 __all__ = ["TcpTransport"]
 
@@ -59,7 +59,6 @@ _BULK_STEP_BYTES = 1 << 20  # received per callback, so that a large payload lea
 _MAX_PIECES = 512  # below IOV_MAX
 _FLUSH_S = 1.0
 _LENGTH = struct.Struct("<H")
-_ALIGNMENT = 64
 
 
 class TcpEndpoint(CallEndpoint):
@@ -210,7 +209,7 @@ class TcpEndpoint(CallEndpoint):
 
     def _begin_bulk(self, head: Head, available: int) -> None:
         """Allocate the frame's own buffer and move what has arrived of it there."""
-        self._body = _aligned(head.header_bytes, head.payload_bytes + TAG_BYTES)
+        self._body = aligned_buffer(head.header_bytes, head.payload_bytes + TAG_BYTES)
         self._body_got = 0
         self._body[:available] = self._in[self._start : self._end_of_input]
         self._start = self._end_of_input = 0
@@ -316,7 +315,9 @@ class TcpListener(Listener):
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 _no_delay(sock)
-                acceptor = Acceptor(self._transport.credentials, any_term=self._any_term)
+                acceptor = Acceptor(
+                    self._transport.credentials, any_term=self._any_term, version=self._transport.version
+                )
                 await _write(sock, acceptor.challenge(await _read(sock)))
                 if acceptor.error is not None:
                     raise acceptor.error
@@ -348,9 +349,12 @@ class TcpListener(Listener):
 class TcpTransport(Transport):
     """TCP with the shared handshake and frames. Addresses look like tcp://host:port, tcp://[::1]:port for IPv6."""
 
-    def __init__(self, credentials: Credentials, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
+    ) -> None:
         self.credentials = credentials
         self.limits = limits or Limits()
+        self.version = version
 
     async def listen(
         self,
@@ -389,7 +393,7 @@ class TcpTransport(Transport):
     async def _connect(self, address: str, handler: Handler | None) -> TcpEndpoint:
         sock = await _open_socket(address)
         try:
-            dialer = Dialer(self.credentials)
+            dialer = Dialer(self.credentials, version=self.version)
             try:
                 await _write(sock, dialer.opening())
                 proof = dialer.proof(await _read(sock))
@@ -458,13 +462,6 @@ def _format_address(sock: socket.socket) -> str:
 
 def _no_delay(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _aligned(header_bytes: int, rest_bytes: int) -> memoryview:
-    """A buffer for header and rest in which the rest starts at a multiple of 64 bytes, unzeroed."""
-    raw = np.empty(header_bytes + rest_bytes + _ALIGNMENT, np.uint8)
-    pad = -(raw.ctypes.data + header_bytes) % _ALIGNMENT
-    return memoryview(raw.data)[pad : pad + header_bytes + rest_bytes]
 
 
 async def _read(sock: socket.socket) -> bytes:
