@@ -211,7 +211,7 @@ def slot_attention(
             module, query, key, value, attention_mask, *args, **kwargs
         )
         return result
-    return layout.attend(int(module.layer_idx), query, key, value, kwargs.get("scaling")), None  # type: ignore[arg-type]
+    return layout.attend(int(module.layer_idx), query, key, value, kwargs.get("scaling")), None
 
 
 # No mask function goes with it: transformers then passes none, and the layout brings its own.

@@ -58,7 +58,6 @@ class TorchEngine(RolloutEngine):
         """
         self.name = spec.name
         self._spec = spec
-        self._device = spec.device
         torch.set_num_threads(spec.threads)
         self._model = SlotModel(
             spec.model_path,
@@ -80,6 +79,8 @@ class TorchEngine(RolloutEngine):
     # ------------------------------------------------------------------------------------------ contract
 
     async def describe(self) -> EngineDescription:
+        """See RolloutEngine. Raises PeerLost when the engine thread has ended."""
+        self._check_alive()
         return EngineDescription(
             shape=self._model.shape,
             slots=self._spec.slots,
@@ -209,10 +210,13 @@ class TorchEngine(RolloutEngine):
         if low < 0 or high >= vocab:
             raise UserError(f"token id {low if low < 0 else high}: this model's vocabulary is 0 to {vocab - 1}")
 
+    def _check_alive(self) -> None:
+        if self._closing or not self._thread.is_alive():
+            raise PeerLost(f"engine {self.name} is closed")
+
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
-            if self._closing:
-                raise PeerLost(f"engine {self.name} is closed")
+            self._check_alive()
             self._inbox.append(work)
             self._wake.notify()
 
@@ -257,9 +261,12 @@ class TorchEngine(RolloutEngine):
 
     # ------------------------------------------------------------------------------------------ engine thread
 
-    @torch.inference_mode()
     def _run(self) -> None:
         torch.set_num_threads(self._spec.threads)
+        with torch.inference_mode():
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._inbox or self._closing or self._decoder.busy)

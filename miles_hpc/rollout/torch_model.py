@@ -124,7 +124,7 @@ class SlotModel:
     def _take_choices(self) -> npt.NDArray[np.unsignedinteger] | None:
         if not self._choices:
             return None
-        rows = torch.stack(self._choices, 1).cpu().numpy().astype(self.row_dtype)  # [N, moe_layers, top_k]
+        rows = np.asarray(torch.stack(self._choices, 1).cpu().numpy(), self.row_dtype)  # [N, moe_layers, top_k]
         self._choices.clear()
         return rows
 
