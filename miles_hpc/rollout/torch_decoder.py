@@ -230,7 +230,7 @@ class Decoder:
         """Rows with one token first, then chunks of those that prefill, within the step's budget."""
         single: list[tuple[Chunk, Request]] = []
         several: list[tuple[Chunk, Request]] = []
-        budget = self._prefill_tokens
+        budget = self.model.max_length * len(self._active) if self.model.batch_invariant else self._prefill_tokens
         for request in self._active:
             session = request.session
             assert session is not None
@@ -241,7 +241,10 @@ class Decoder:
                 if missing == 0:
                     continue
             (single if missing == 1 else several).append((Chunk(session.slot, session.length, missing), request))
-        both = single + several
+        if self.model.batch_invariant:  # the rows of one forward, or one whole chunk, depend on nothing else
+            both = several[:1] or single
+        else:
+            both = single + several
         return [c for c, _ in both], [r for _, r in both]
 
     def _keep_rows(self, chunks: list[Chunk], counts: list[int], experts: npt.NDArray[np.unsignedinteger]) -> None:

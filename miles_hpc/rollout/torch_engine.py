@@ -49,7 +49,11 @@ _GRACE_S = 30.0
 
 
 class TorchEngine(RolloutEngine):
-    """See the module and RolloutEngine. `options`: prefill_tokens (per forward, default 256)."""
+    """See the module and RolloutEngine.
+
+    `options`: prefill_tokens, per forward (default 256); batch_invariant (default false): results are the same, bit
+    for bit, whatever else is in the batch, as long as no session loses its slot between its turns. Slower.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         """Build the model and start the thread; nothing is served before the first sync.
@@ -66,6 +70,7 @@ class TorchEngine(RolloutEngine):
             slots=spec.slots,
             max_length=spec.max_length,
             experts_implementation=spec.experts_implementation,
+            batch_invariant=bool(spec.options.get("batch_invariant", False)),
         )
         self._decoder = Decoder(self._model, prefill_tokens=int(spec.options.get("prefill_tokens", 256)))
         self._sync_lock = asyncio.Lock()
@@ -121,8 +126,8 @@ class TorchEngine(RolloutEngine):
         try:
             return await self._within(future, Deadline(deadline_s + _GRACE_S, f"engine {self.name}: {request_id}"))
         finally:
-            if not future.done() or future.cancelled():
-                self._post(lambda: setattr(request, "aborted", True))
+            if future.cancelled() or not future.done():
+                request.aborted = True  # nobody waits for it any more; the engine thread looks before each step
 
     async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
