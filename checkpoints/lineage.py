@@ -29,7 +29,16 @@ from checkpoints.journal import (
 )
 from checkpoints.manifest import LineageSegment, Manifest
 
-__all__ = ["Account", "Segment", "TermAccount", "account", "final_lineage", "fork_steps", "reusable_groups"]
+__all__ = [
+    "Account",
+    "Segment",
+    "TermAccount",
+    "account",
+    "collectable_payloads",
+    "final_lineage",
+    "fork_steps",
+    "reusable_groups",
+]
 
 
 @dataclass(frozen=True)
@@ -197,6 +206,16 @@ def reusable_groups(journals: Mapping[int, JournalRead], counted: Account) -> di
             if isinstance(record, GroupOwned) and record.group_id not in ended:
                 found[record.group_id] = record
     return found
+
+
+def collectable_payloads(journals: Mapping[int, JournalRead], counted: Account) -> tuple[str, ...]:
+    """Payload paths, relative to the run directory, that no restart from this manifest needs; in no order.
+
+    Those of groups that ended on the lineage, and of ownerships that a newer one of the same group replaced.
+    """
+    needed = {record.path for record in reusable_groups(journals, counted).values()}
+    owned = {r.path for read in journals.values() for r in read.records() if isinstance(r, GroupOwned)}
+    return tuple(owned - needed)
 
 
 def _unsaved_steps(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> int:

@@ -46,9 +46,14 @@ def main() -> int:
 
         trainer = run.groups.trainer
         group = open_world(trainer.nodes * trainer.ranks_per_node)
-        return run_trainer(
+        code = run_trainer(
             group, run, site, paths, secret, attempt=args.attempt, incarnation=args.incarnation, host=args.host
         )
+        if code == exits.DONE:
+            from mpi4py import MPI
+
+            MPI.Finalize()  # otherwise the process manager takes this for a crash and ends the other ranks
+        return code
     except UserError as error:
         print(f"trainer: error: {error}", file=sys.stderr)
         return exits.USER_ERROR

@@ -134,7 +134,7 @@ class TermLoop:
             max_admitted=round(rollout.max_admitted_batches * rollout.rollout_batch_size),
             max_staleness=rollout.max_weight_staleness,
             max_attempts=rollout.max_group_attempts,
-            formed_step=plan.step,
+            formed_step=max(plan.step, run.sft.steps),  # the warm start forms no batches
             term=self._term,
             forks=plan.forks,
         )

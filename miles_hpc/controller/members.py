@@ -62,6 +62,7 @@ class Members:
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._closing = False
 
     async def open(self) -> None:
         """Bind, publish the address, start to watch heartbeats."""
@@ -77,6 +78,7 @@ class Members:
 
     async def close(self, reason: str, *, shut_down: bool) -> None:
         """Tell everybody to end (`shut_down`), or just hang up so that they look for the next term."""
+        self._closing = True
         if self._ticker is not None:
             self._ticker.cancel()
         if shut_down:
@@ -132,6 +134,8 @@ class Members:
         if self._endpoints.get(peer.name) is not endpoint:
             return
         del self._endpoints[peer.name]
+        if self._closing:
+            return
         self._roster.closed(peer.name, endpoint.close_reason, time.monotonic())
         self._lost(peer, f"endpoint closed: {endpoint.close_reason}")
 

@@ -18,6 +18,7 @@ Whatever ends the link puts one `Ended` into the inbox, with the exit code for t
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -39,6 +40,7 @@ __all__ = ["ControllerLink", "Ended", "Failures", "Request"]
 
 _FAILURE_POLL_S = 0.25
 _RETRY_S = 0.2
+_LAST_RESORT_S = 10.0
 
 
 class Failures(Protocol):
@@ -243,7 +245,8 @@ class ControllerLink:
                 await asyncio.sleep(_FAILURE_POLL_S)  # lets the answers go out
                 await asyncio.to_thread(self._failures.acknowledge)
                 self.inbox.put(Ended(str(error).splitlines()[0], exits.FAILED))
-                return
+                await asyncio.sleep(_LAST_RESORT_S)
+                os._exit(exits.FAILED)  # the main thread hangs in a collective with ranks that are gone
 
 
 def _settle(future: asyncio.Future[Answer], answer: Answer | None, error: BaseException | None) -> None:

@@ -23,12 +23,13 @@ import queue
 import socket
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
+from miles_hpc.control.mpi import SpmdGroup
 from miles_hpc.control.opening import local_address
 from miles_hpc.core import exits
 from miles_hpc.core.config import RunConfig, SiteConfig
@@ -39,34 +40,18 @@ from miles_hpc.core.registry import resolve
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import PeerIdentity
 from miles_hpc.trainer.backend import TrainBackend
-from miles_hpc.trainer.commands import Commands, SavePart
+from miles_hpc.trainer.commands import Answer, Commands, SavePart
 from miles_hpc.trainer.failures import Failure, FailureBoard, is_consequence
 from miles_hpc.trainer.link import ControllerLink, Ended, Request
 from miles_hpc.weights.broadcast import WeightSource
 
-__all__ = ["RANK0_NAME", "Lockstep", "run_trainer"]
+__all__ = ["RANK0_NAME", "run_trainer"]
 
 #: The endpoint's name by which the controller knows rank 0.
 RANK0_NAME = "trainer-rank0"
 _SAVE_POLL_S = 0.2
 _CAUSE_S = 1.0  # how long a consequence waits for its cause to be posted
 _REPORT_S = 5.0
-
-
-class Lockstep(Protocol):
-    """The MPI world as this role needs it (control/mpi.py)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; others wait without using a core."""
-        ...
-
-    def gather(self, data: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in order, on rank 0."""
-        ...
 
 
 class _Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +61,7 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_trainer(
-    group: Lockstep,
+    group: SpmdGroup,
     run: RunConfig,
     site: SiteConfig,
     paths: RunPaths,
@@ -134,6 +119,7 @@ def run_trainer(
             incarnation=incarnation,
         )
 
+    events = EventLog(paths.events, RANK0_NAME, attempt=attempt)
     source = WeightSource()
     link = ControllerLink(
         run.control, paths, secret, identity, source.handle, interface=interface, failures=FailureBoard(connect())
@@ -141,14 +127,15 @@ def run_trainer(
     link.start()
     commands = Commands(backend, paths, world_size=group.size, stage=source.stage, source=link.source_address)
     try:
-        return _Lead(group, commands, backend, board, link, paths, attempt).run()
+        return _Lead(group, commands, backend, board, link, events).run()
     finally:
         link.close()
+        events.close()
 
 
-def _local_rank(group: Lockstep) -> int:
+def _local_rank(group: SpmdGroup) -> int:
     """This rank's number among those of the same host, whatever started them."""
-    gathered = group.gather(socket.gethostname().encode())
+    gathered = group.gather_outcomes(socket.gethostname().encode())
     hosts = msgspec.json.decode(
         group.broadcast(None if gathered is None else msgspec.json.encode([h.decode() for h in gathered])),
         type=list[str],
@@ -159,9 +146,16 @@ def _local_rank(group: Lockstep) -> int:
 # ---------------------------------------------------------------------------------------------- every rank
 
 
-def _poll(group: Lockstep, commands: Commands) -> Any:
+def _execute(group: SpmdGroup, commands: Commands, message: Message, payload: memoryview) -> Answer:
+    """One command on every rank; rank 0 returns when all ranks are through."""
+    answer = commands.execute(message, payload)
+    group.gather_outcomes(b"", deadline_s=getattr(message, "deadline_s", None))
+    return answer
+
+
+def _poll(group: SpmdGroup, commands: Commands) -> Any:
     """One look at the oldest save, by all ranks; a CheckpointWritten on every rank when it is over."""
-    gathered = group.gather(msgspec.json.encode(commands.poll_save()))
+    gathered = group.gather_outcomes(msgspec.json.encode(commands.poll_save()))
     joined = None if gathered is None else b"[" + b",".join(gathered) + b"]"
     parts = msgspec.json.decode(group.broadcast(joined), type=list[SavePart])
     return commands.settle_save(parts)
@@ -181,7 +175,7 @@ def _post(board: FailureBoard, error: BaseException, rank: int) -> None:
 # ---------------------------------------------------------------------------------------------- ranks above 0
 
 
-def _follow(group: Lockstep, commands: Commands, backend: TrainBackend, board: FailureBoard) -> int:
+def _follow(group: SpmdGroup, commands: Commands, backend: TrainBackend, board: FailureBoard) -> int:
     try:
         while True:
             order = msgspec.msgpack.decode(group.broadcast(None), type=_Order)
@@ -191,7 +185,7 @@ def _follow(group: Lockstep, commands: Commands, backend: TrainBackend, board: F
             if order.kind == "poll":
                 _poll(group, commands)
             else:
-                commands.execute(decode(order.message), memoryview(order.payload))
+                _execute(group, commands, decode(order.message), memoryview(order.payload))
     except Exception as error:
         try:
             _post(board, error, group.rank)
@@ -209,22 +203,19 @@ class _Lead:
 
     def __init__(
         self,
-        group: Lockstep,
+        group: SpmdGroup,
         commands: Commands,
         backend: TrainBackend,
         board: FailureBoard,
         link: ControllerLink,
-        paths: RunPaths,
-        attempt: int,
+        events: EventLog,
     ) -> None:
-        self._attempt = attempt
         self._group = group
         self._commands = commands
         self._backend = backend
         self._board = board
         self._link = link
-        self._paths = paths
-        self._events: EventLog | None = None
+        self._events = events
 
     def run(self) -> int:
         """Serve until `Ended`, or until a rank fails; returns the exit code."""
@@ -259,7 +250,7 @@ class _Lead:
             payload = bytes(request.payload)
             self._order(_Order(kind="message", message=encode(request.message), payload=payload))
             with self._span(request):
-                answer = self._commands.execute(request.message, memoryview(payload))
+                answer = _execute(self._group, self._commands, request.message, memoryview(payload))
         self._link.answer(request, answer)
 
     def _poll_save(self) -> None:
@@ -293,14 +284,11 @@ class _Lead:
                 return
             self._link.fail(item, MilesError("the trainer world has failed and ends"))
 
-    def _span(self, request: Request) -> Any:
-        """An event span of the command, in the log of its term."""
-        if self._events is None or self._events.term != request.term:
-            if self._events is not None:
-                self._events.close()
-            self._events = EventLog(self._paths.events, RANK0_NAME, attempt=self._attempt, term=request.term)
-        fields = {"step": request.message.step} if hasattr(request.message, "step") else {}
-        return self._events.span(_snake(request.message), **fields) if self._events else nullcontext()
+    def _span(self, request: Request) -> AbstractContextManager[None]:
+        """An event span of the command, under the term that gave it."""
+        self._events.term = request.term
+        step = getattr(request.message, "step", None)
+        return self._events.span(_snake(request.message), **({} if step is None else {"step": step}))
 
 
 def _snake(message: Message) -> str:

@@ -299,14 +299,19 @@ def test_failures_set_aside_but_a_lost_host_doesn_t() -> None:
     for attempt in range(5):
         assert b.start(7, "h1") == attempt
         assert b.lose_host("h1") == (7,)
-    assert b.fail(7, 4, "late news") == ()  # nobody is at work on it
-    assert b.start(7, "h2") == 5
-    assert b.own(summary(7, 4, WeightVersion(TERM, 0))) == ()  # of a host that was given up
-    assert b.state(7) is GroupState.GENERATING
-    assert b.fail(7, 5, "environment") == ()
+    assert b.start(7, "h1") == 5
+    b.hand_back(7, 4)
+    assert b.generating() == (7,)
+    b.hand_back(7, 5)
+    assert b.waiting == ((7, 6),)
+    assert b.fail(7, 5, "late news") == ()  # nobody is at work on it
     assert b.start(7, "h2") == 6
-    assert b.fail(7, 5, "environment") == ()  # of the attempt before
-    assert b.fail(7, 6, "environment") == (GroupSetAside(group_id=7, reason="environment"),)
+    assert b.own(summary(7, 5, WeightVersion(TERM, 0))) == ()  # of a host that was given up
+    assert b.state(7) is GroupState.GENERATING
+    assert b.fail(7, 6, "environment") == ()
+    assert b.start(7, "h2") == 7
+    assert b.fail(7, 6, "environment") == ()  # of the attempt before
+    assert b.fail(7, 7, "environment") == (GroupSetAside(group_id=7, reason="environment"),)
     assert b.live == 0
     assert b.set_aside == {"environment": 1}
 

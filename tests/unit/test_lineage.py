@@ -23,7 +23,7 @@ from checkpoints.journal import (
     StepDone,
     read_journals,
 )
-from checkpoints.lineage import account, final_lineage, fork_steps, reusable_groups
+from checkpoints.lineage import account, collectable_payloads, final_lineage, fork_steps, reusable_groups
 from checkpoints.manifest import Counters, JournalPosition, LineageSegment, Manifest, extend_lineage, started_after
 
 
@@ -45,7 +45,7 @@ def owned(group_id: int) -> GroupOwned:
     return GroupOwned(
         group_id=group_id,
         attempt=0,
-        path="",
+        path=f"spool/{group_id}",
         n_bytes=0,
         crc32=0,
         oldest=None,
@@ -201,6 +201,7 @@ def test_journals_lead_back_to_the_saved_state(names: list[str], data: st.DataOb
     assert [(s.term, n) for s in counted.segments for n in range(s.first_step, s.last_step + 1)] == list(truth.path)
     again = reusable_groups(journals, counted)
     assert not again.keys() & (truth.trained.keys() | truth.dropped | truth.set_aside)
+    assert not set(collectable_payloads(journals, counted)) & {f"spool/{i}" for i in again}
 
     forks = fork_steps(journals, counted.segments)
     on_path = set(truth.path)
@@ -279,6 +280,7 @@ def test_steps_behind_the_manifest_are_counted_apart(tmp_path: Path) -> None:
     assert counted.unsaved_steps == 2
     assert not counted.completed
     assert sorted(reusable_groups(journals, counted)) == [2, 3]
+    assert sorted(collectable_payloads(journals, counted)) == ["spool/0", "spool/1"]
     assert account(journals, None).unsaved_steps == 3  # term 1 is the newest that starts afresh
 
 
