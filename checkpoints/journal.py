@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -188,13 +189,18 @@ def encode_frame(records: tuple[Record, ...]) -> bytes:
 
 
 class JournalWriter:
-    """Appends to the journal of one term. Used by one thread; every call blocks for one write and one fsync."""
+    """Appends to the journal of one term. Every append blocks for one write and one fsync.
+
+    Calls may come from several threads: they take turns, and `close` waits for an append under way, so that no frame
+    can end up in a file that got the same descriptor afterwards.
+    """
 
     def __init__(self, fd: int, path: Path, offset: int) -> None:
         self._fd = fd
         self._path = path
         self._offset = offset
         self._broken = False
+        self._turn = threading.Lock()
 
     @classmethod
     def create(cls, folder: Path, started: TermStarted) -> JournalWriter:
@@ -226,32 +232,36 @@ class JournalWriter:
     def append(self, *records: Record) -> int:
         """Write these records in one frame and sync it; returns the new offset. Without records: does nothing.
 
-        Raises OSError when storage refuses. The file is cut back to the last good frame then, and when even that
-        fails, every later append is refused: nobody may write behind a damaged frame.
+        Raises OSError when storage refuses, or after `close`. A half-written frame is cut off again, and when even
+        that fails, every later append is refused: nobody may write behind a damaged frame.
         """
         if not records:
             return self._offset
-        if self._broken:
-            raise OSError(f"journal {self._path}: an earlier append failed and could not be taken back")
         frame = encode_frame(records)
-        try:
-            written = os.write(self._fd, frame)
-            if written != len(frame):
-                raise OSError(f"journal {self._path}: {written} of {len(frame)} bytes written")
-            os.fsync(self._fd)
-        except OSError:
-            self._broken = True
-            os.ftruncate(self._fd, self._offset)
-            os.fsync(self._fd)
-            self._broken = False
-            raise
-        self._offset += len(frame)
-        return self._offset
+        with self._turn:
+            if self._fd < 0 or self._broken:
+                why = "it is closed" if self._fd < 0 else "an earlier append failed and could not be taken back"
+                raise OSError(f"journal {self._path}: {why}")
+            try:
+                written = os.write(self._fd, frame)
+                if written != len(frame):
+                    raise OSError(f"journal {self._path}: {written} of {len(frame)} bytes written")
+                os.fsync(self._fd)
+            except OSError:
+                self._broken = True
+                os.ftruncate(self._fd, self._offset)
+                os.fsync(self._fd)
+                self._broken = False
+                raise
+            self._offset += len(frame)
+            return self._offset
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Idempotent."""
+        with self._turn:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,16 @@ from checkpoints.journal import (
 )
 from checkpoints.manifest import LineageSegment, Manifest
 
-__all__ = ["Account", "Segment", "TermAccount", "account", "final_lineage", "fork_steps", "reusable_groups"]
+__all__ = [
+    "Account",
+    "Segment",
+    "TermAccount",
+    "account",
+    "collectable_payloads",
+    "final_lineage",
+    "fork_steps",
+    "reusable_groups",
+]
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ def account(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> A
             staleness.setdefault(group_id, age)
 
     pending = frozenset(manifest.counters.pending) if manifest is not None else frozenset()
-    known = set(range(manifest.counters.next_group_id)) | pending if manifest is not None else set()
+    known = range(manifest.counters.next_group_id if manifest is not None else 0)
     ended = dropped.keys() | set_aside.keys()
     sft_steps = manifest.counters.sft_steps if manifest is not None else 0
     last_step = manifest.step if manifest is not None else 0
@@ -174,7 +183,7 @@ def account(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> A
         dropped=dropped,
         set_aside=set_aside,
         pending=pending,
-        lost=tuple(sorted(known - trained.keys() - ended - pending)),
+        lost=tuple(i for i in known if i not in trained and i not in ended and i not in pending),
         twice=tuple(sorted(twice)),
         conflicts=tuple(sorted((trained.keys() & (ended | pending)) | (ended & pending))),
         missing_steps=tuple(s for s in range(sft_steps + 1, last_step + 1) if s not in batches),
@@ -199,17 +208,24 @@ def reusable_groups(journals: Mapping[int, JournalRead], counted: Account) -> di
     return found
 
 
+def collectable_payloads(journals: Mapping[int, JournalRead], counted: Account) -> tuple[str, ...]:
+    """Payload paths, relative to the run directory, that no restart from this manifest needs; in no order.
+
+    Those of groups that ended on the lineage, and of ownerships that a newer one of the same group replaced.
+    """
+    needed = {record.path for record in reusable_groups(journals, counted).values()}
+    owned = {r.path for read in journals.values() for r in read.records() if isinstance(r, GroupOwned)}
+    return tuple(owned - needed)
+
+
 def _unsaved_steps(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> int:
-    """Steps done after the manifest, by its own term or a later one that continues it; without one: all steps."""
-    done: set[int] = set()
-    for term, read in journals.items():
-        started = read.started
-        if started is None:
-            continue
-        base = (manifest.term, manifest.step) if manifest is not None else (0, 0)
-        if term == base[0] or (started.base_term, started.base_step) == base:
-            done |= {r.step for r in read.records() if isinstance(r, StepDone) and r.step > base[1]}
-    return len(done)
+    """Steps done behind the manifest by the newest term that continues it, or by its own; without one: from step 1."""
+    base = (manifest.term, manifest.step) if manifest is not None else (0, 0)
+    for term in sorted(journals, reverse=True):
+        started = journals[term].started
+        if started is not None and (term == base[0] or (started.base_term, started.base_step) == base):
+            return len({r.step for r in journals[term].records() if isinstance(r, StepDone) and r.step > base[1]})
+    return 0
 
 
 def _completed(journals: Mapping[int, JournalRead], manifest: Manifest | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +18,7 @@ from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
 from miles_hpc.core.paths import RunPaths
 
-__all__ = ["RunInputs", "find_run_dir", "find_run_file", "materialise_model", "read_inputs", "render"]
+__all__ = ["RunInputs", "check_model", "find_run_dir", "find_run_file", "materialise_model", "read_inputs", "render"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInput
     run = with_absolute_paths(load_run(file, args.set), Path.cwd())
     name = site_name(args.site, run) or default_site
     site = load_site(name, site_folders())
-    run_dir = Path(args.run_dir or run.run_dir or Path("runs") / run.name).expanduser()
+    run_dir = Path(args.run_dir or run.run_dir or f"runs/{run.name}").expanduser()
     paths = RunPaths(Path.cwd() / run_dir)
     run = msgspec.structs.replace(run, site=site.name, run_dir=str(paths.root))
     validate(run, site)
@@ -71,10 +72,18 @@ def find_run_dir(text: str) -> RunPaths:
         paths = RunPaths(Path(text).absolute())
     else:
         run = load_run(find_run_file(text))
-        paths = RunPaths(Path.cwd() / (run.run_dir or Path("runs") / run.name))
+        paths = RunPaths(Path.cwd() / Path(run.run_dir or f"runs/{run.name}").expanduser())
     if not paths.identity.is_file():
         raise UserError(f"{paths.root} is not a run directory: identity.json is missing; 'miles-hpc submit' makes one")
     return paths
+
+
+def check_model(run: RunConfig) -> None:
+    """Make the model folder somewhere else first: what is wrong with it shows before the run directory is written."""
+    from miles_hpc.rollout.session.tokenizer import write_model_folder
+
+    with tempfile.TemporaryDirectory(prefix="miles-hpc-") as folder:
+        write_model_folder(run, Path(folder) / "model")
 
 
 def materialise_model(run: RunConfig, paths: RunPaths) -> None:

@@ -10,8 +10,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from miles_hpc.core import env
-from miles_hpc.core.errors import EXIT_USER_ERROR, MilesError, UserError
+from miles_hpc.core import env, exits
+from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.version import __version__
 
 __all__ = ["main"]
@@ -27,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if env.read("MILES_HPC_DEBUG"):
             raise
         print(f"miles-hpc: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR if isinstance(error, UserError) else 1
+        return exits.USER_ERROR if isinstance(error, UserError) else 1
+    except OSError as error:
+        if env.read("MILES_HPC_DEBUG"):
+            raise
+        print(f"miles-hpc: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -1,7 +1,8 @@
 """Slurm's host lists, both ways, without calling scontrol (containers often lack it).
 
     node[001-003,007]      node001 node002 node003 node007      padding is each item's own
-    rack[0-1]_blade[0-1]   rack0_blade0 rack0_blade1 ...         several brackets: the last one runs fastest
+    rack[0-1]_blade[0-1]   rack0_blade0 rack0_blade1 ...         two brackets: the last one runs fastest
+    x[1-2][3-4]y[5]        x13y5 x23y5 x14y5 x24y5               more: of the others the first one runs fastest
     a1,a2 / a1 a2          order and duplicates are kept
 
 Agrees with `scontrol show hostnames` (tests/slurm compares): text after the last bracket, empty brackets and falling
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from itertools import product
+from math import prod
 
 from miles_hpc.core.errors import UserError
 
@@ -46,9 +48,10 @@ def _expand_name(name: str, text: str) -> list[str]:
         parts.append(_expand_ranges(found[1], text) if bracket_last else [found[2]])
     if len(parts) > 1 and not bracket_last:
         raise _invalid(text, f"text after the brackets of '{name}'")
-    if not name.strip("[]") or name.startswith("["):
-        raise _invalid(text, f"'{name}' has no name before its brackets")
-    return ["".join(choice) for choice in product(*parts)]
+    if prod(len(part) for part in parts) > _MAX_RANGE:
+        raise _invalid(text, f"'{name}' has more than {_MAX_RANGE} members")
+    # product() runs its last argument fastest: Slurm's order is the last bracket, then the others from the left.
+    return ["".join((*reversed(head), last)) for *head, last in product(*reversed(parts[:-1]), parts[-1])]
 
 
 def _expand_ranges(ranges: str, text: str) -> list[str]:

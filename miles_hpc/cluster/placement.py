@@ -29,9 +29,12 @@ _STEP_INPUT = re.compile(
 
 
 def het_group_hosts(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Hosts of each role, in Slurm's order, from SLURM_JOB_NODELIST_HET_GROUP_i. Raises UserError outside a het job."""
+    """Hosts of each role, in Slurm's order, from SLURM_JOB_NODELIST_HET_GROUP_i; none for a sandbox role left out.
+
+    Raises UserError outside a het job.
+    """
     size = env.read("SLURM_HET_SIZE", environ)
-    hosts = {}
+    hosts: dict[str, list[str]] = {role: [] for role in ROLES}
     for group, role in zip(range(size), ROLES, strict=False):
         name = f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
         if name not in environ:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Protocol
 
 from miles_hpc.cluster.hetjob import HetJobPlan
@@ -22,7 +23,7 @@ class Scheduler(Protocol):
 
     def version(self) -> str: ...
 
-    def submit(self, text: str, *, dependency: str = "", test_only: bool = False) -> int | None: ...
+    def test(self, script: str | Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
             near = get_close_matches(component.partition, live, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(live) or 'none'}"
             raise UserError(f"{component.role}: this cluster has no partition '{component.partition}': {hint}")
-    slurm.submit(text, test_only=True)
+    slurm.test(text)
 
 
 def check_site(site: SiteConfig, slurm: Scheduler) -> list[Finding]:

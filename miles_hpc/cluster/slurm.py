@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from miles_hpc.cluster.lifecycle import remaining_s
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
@@ -90,22 +91,21 @@ class Slurm:
         for command in ("sbatch", "scontrol", "squeue", "scancel"):
             self._locate(command)
 
-    def submit(self, text: str, *, dependency: str = "", test_only: bool = False) -> int | None:
-        """Hand a batch script to sbatch; returns the leader's job id, None with `test_only`.
+    def submit(self, script: str | Path, *, dependency: str = "") -> int:
+        """Hand a batch script (its text, or the path of a file) to sbatch; returns the leader's job id.
 
         Raises UserError with sbatch's own words when it refuses the script.
         """
-        options = ["--parsable", *([f"--dependency={dependency}"] if dependency else [])]
-        try:
-            answer = self._run("sbatch", *options, *(["--test-only"] if test_only else []), stdin=text)
-        except SlurmError as error:
-            raise UserError(f"Slurm refused the job: {error}") from error
-        if test_only:
-            return None
+        options = [f"--dependency={dependency}"] if dependency else []
+        answer = self._sbatch(script, "--parsable", *options)
         found = re.match(r"(\d+)", answer)  # "123" or "123;cluster"
         if found is None:
             raise SlurmError(f"sbatch --parsable: expected a job id, seen {answer.strip()!r}")
         return int(found[1])
+
+    def test(self, script: str | Path) -> None:
+        """Raise UserError when sbatch would refuse the script; submits nothing."""
+        self._sbatch(script, "--test-only")
 
     def components(self, job_id: int) -> list[ComponentState]:
         """All components by offset; empty when Slurm doesn't know the job (any more)."""
@@ -123,8 +123,12 @@ class Slurm:
 
     def steps(self, job_id: int) -> list[Step]:
         """Steps that srun started and that run now, over all components."""
+        # squeue --steps takes a leader's id for its own component only.
+        ids = ",".join(str(component.job_id) for component in self.components(job_id) if component.active)
+        if not ids:
+            return []
         try:
-            answer = self._run("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--format=%i|%N|%j")
+            answer = self._run("squeue", "--steps", "--noheader", f"--jobs={ids}", "--format=%i|%N|%j")
         except SlurmError as error:
             if "Invalid job id" in str(error):
                 return []
@@ -152,10 +156,14 @@ class Slurm:
         """Let a requeued job start without its waiting time, where the site lets users do that."""
         self._run("scontrol", "update", f"jobid={leader}", "starttime=now")
 
+    def end_time(self, job_id: int) -> float | None:
+        """Epoch second at which the allocation ends (its earliest component); None when it has no end."""
+        running = [component for component in self.components(job_id) if component.state == "RUNNING"]
+        return min((c.end_time for c in running if c.end_time is not None), default=None)
+
     def remaining_s(self, job_id: int) -> float:
-        """Seconds until the allocation's earliest end; math.inf when it has none."""
-        ends = [c.end_time for c in self.components(job_id) if c.state == "RUNNING" and c.end_time is not None]
-        return remaining_s(min(ends) if ends else None, time.time())
+        """Seconds until the allocation ends; math.inf when it has no end."""
+        return remaining_s(self.end_time(job_id), time.time())
 
     def partitions(self) -> list[str]:
         """Names of the partitions that this user sees."""
@@ -164,6 +172,13 @@ class Slurm:
     def version(self) -> str:
         """Slurm's version as sbatch tells it: "slurm-wlm 22.05.8"."""
         return self._run("sbatch", "--version").strip()
+
+    def _sbatch(self, script: str | Path, *options: str) -> str:
+        text = script.read_text() if isinstance(script, Path) else script
+        try:
+            return self._run("sbatch", *options, stdin=text)
+        except SlurmError as error:
+            raise UserError(f"Slurm refused the job: {error}") from error
 
     def _locate(self, command: str) -> str:
         path = shutil.which(command, path=self._environ.get("PATH", ""))
@@ -203,9 +218,9 @@ def parse_jobs(text: str) -> list[ComponentState]:
     jobs = []
     for line in text.splitlines():
         marks = list(_FIELD.finditer(line))
-        ends = [mark.start() for mark in marks[1:]] + [len(line)]
+        ends = [*(mark.start() for mark in marks[1:]), len(line)]
         fields: dict[str, str] = {}
-        for mark, end in zip(marks, ends, strict=True):
+        for mark, end in zip(marks, ends, strict=False):  # without any KEY= there is one end too many
             fields.setdefault(mark[1], line[mark.end() : end].strip())
         if "JobId" not in fields:
             continue

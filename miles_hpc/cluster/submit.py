@@ -61,6 +61,8 @@ class SubmittingScheduler(Scheduler, Protocol):
 
     def components(self, job_id: int) -> list[ComponentState]: ...
 
+    def submit(self, script: str | Path, *, dependency: str = "") -> int: ...
+
 
 def config_digest(run: RunConfig) -> str:
     """SHA-256 over what makes two submissions the same run, as hex."""
@@ -135,9 +137,7 @@ def prepare(
 
 def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler, *, dependency: str = "") -> int:
     """Submit job.sbatch of a prepared directory and note the job in job.json. Returns the leader's id."""
-    job_id = slurm.submit(paths.job_script.read_text(), dependency=dependency)
-    if job_id is None:
-        raise UserError(f"{paths.job_script}: Slurm gave no job id")
+    job_id = slurm.submit(paths.job_script, dependency=dependency)
     earlier = read_job(paths)
     previous = [*_job_file(paths).get("previous", []), *([earlier] if earlier is not None else [])]
     note = {"job_id": job_id, "submitted": _now(), "previous": previous}

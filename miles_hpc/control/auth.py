@@ -66,7 +66,7 @@ class SessionKeys:
 
 
 def new_secret() -> bytes:
-    """A fresh run secret. The secret's file holds exactly these bytes and has mode 0600."""
+    """A fresh run secret. Its file has mode 0600 and holds it as 64 hexadecimal digits and a newline, or raw."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -85,13 +85,18 @@ def load_secret(path: Path) -> bytes:
             raise UserError(f"secret {path}: owned by uid {status.st_uid}, expected {os.getuid()}; make your own run")
         if mode & 0o077:
             raise UserError(f"secret {path}: mode {mode:04o} lets others in, expected 0600; run: chmod 600 {path}")
-        data = os.read(fd, SECRET_BYTES + 1)
+        data = os.read(fd, 2 * SECRET_BYTES + 2)
     finally:
         os.close(fd)
-    if len(data) != SECRET_BYTES:
-        seen = f"{status.st_size} bytes"
-        raise UserError(f"secret {path}: {seen}, expected {SECRET_BYTES}; the file is damaged, make a new run")
-    return data
+    if len(data) == SECRET_BYTES:
+        return data
+    digits = data.removesuffix(b"\n")
+    if len(digits) == 2 * SECRET_BYTES and not digits.strip(b"0123456789abcdef"):
+        return bytes.fromhex(digits.decode())
+    raise UserError(
+        f"secret {path}: {status.st_size} bytes, expected {2 * SECRET_BYTES} hexadecimal digits or "
+        f"{SECRET_BYTES} raw bytes; the file is damaged, make a new run"
+    )
 
 
 def _mac(secret: bytes, person: bytes, *parts: bytes) -> bytes:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from miles_hpc.core.errors import AuthenticationError, ProtocolError
 from miles_hpc.core.transport import Buffer
@@ -38,6 +39,7 @@ __all__ = [
     "Limits",
     "Opener",
     "Sealer",
+    "aligned_buffer",
     "byte_views",
     "check_body",
     "check_sizes",
@@ -51,6 +53,7 @@ BULK_BYTES = 64 * 1024
 
 _HEAD = struct.Struct("<BxxxIQQ")
 _SEQUENCE = struct.Struct("<Q")
+_ALIGNMENT = 64
 
 
 class Frame(enum.IntEnum):
@@ -201,6 +204,13 @@ def byte_views(payload: Sequence[Buffer]) -> tuple[list[memoryview], int]:
         views.append(view)
         total += view.nbytes
     return views, total
+
+
+def aligned_buffer(header_bytes: int, rest_bytes: int) -> memoryview:
+    """A buffer for header and rest in which the rest starts at a multiple of 64 bytes, unzeroed."""
+    raw = np.empty(header_bytes + rest_bytes + _ALIGNMENT, np.uint8)
+    pad = -(raw.ctypes.data + header_bytes) % _ALIGNMENT
+    return memoryview(raw.data)[pad : pad + header_bytes + rest_bytes]
 
 
 def check_sizes(limits: Limits, header_bytes: int, payload_bytes: int) -> None:

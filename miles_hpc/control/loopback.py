@@ -16,6 +16,7 @@ from miles_hpc.control.calls import CallEndpoint, EndpointHook
 from miles_hpc.control.frames import Frame, Limits, byte_views, check_sizes
 from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, PeerLost
 from miles_hpc.core.transport import Buffer, Credentials, Handler, Listener, Transport
+from miles_hpc.core.version import PROTOCOL_VERSION
 
 __all__ = ["LoopbackTransport"]
 
@@ -70,8 +71,8 @@ class LoopbackListener(Listener):
 
     def pair(self, transport: LoopbackTransport, handler: Handler | None) -> LoopbackEndpoint:
         """Shake hands with a dialer of this process; returns its half."""
-        dialer = Dialer(transport.credentials)
-        acceptor = Acceptor(self._transport.credentials, any_term=self._any_term)
+        dialer = Dialer(transport.credentials, version=transport.version)
+        acceptor = Acceptor(self._transport.credentials, any_term=self._any_term, version=self._transport.version)
         try:
             challenge = acceptor.challenge(dialer.opening())
             message, accepted = acceptor.welcome(dialer.proof(challenge))
@@ -93,9 +94,12 @@ class LoopbackListener(Listener):
 class LoopbackTransport(Transport):
     """Addresses look like loopback://number."""
 
-    def __init__(self, credentials: Credentials, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
+    ) -> None:
         self.credentials = credentials
         self.limits = limits or Limits()
+        self.version = version
 
     async def listen(
         self,

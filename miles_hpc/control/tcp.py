@@ -19,21 +19,19 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from miles_hpc.control.accepting import Accepted
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES, Acceptor, Dialer, SessionKeys
-from miles_hpc.control.calls import CallEndpoint, EndpointHook
+from miles_hpc.control.calls import EndpointHook
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     TAG_BYTES,
     Frame,
     Head,
     Limits,
-    Opener,
-    Sealer,
+    aligned_buffer,
     check_body,
 )
+from miles_hpc.control.sealed import SealedEndpoint
 from miles_hpc.core.errors import (
     AuthenticationError,
     DeadlineExpired,
@@ -44,6 +42,7 @@ from miles_hpc.core.errors import (
     UserError,
 )
 from miles_hpc.core.transport import Buffer, Credentials, Handler, Listener, Transport
+from miles_hpc.core.version import PROTOCOL_VERSION
 
 __all__ = ["TcpTransport"]
 
@@ -59,19 +58,16 @@ _BULK_STEP_BYTES = 1 << 20  # received per callback, so that a large payload lea
 _MAX_PIECES = 512  # below IOV_MAX
 _FLUSH_S = 1.0
 _LENGTH = struct.Struct("<H")
-_ALIGNMENT = 64
 
 
-class TcpEndpoint(CallEndpoint):
+class TcpEndpoint(SealedEndpoint):
     """One connected socket."""
 
     def __init__(
         self, sock: socket.socket, keys: SessionKeys, handler: Handler | None, limits: Limits, *, dialer: bool
     ) -> None:
-        super().__init__(keys.peer, handler, dialer=dialer)
+        super().__init__(keys, handler, limits, dialer=dialer)
         self._sock = sock
-        self._sealer = Sealer(keys.send_key, limits)
-        self._opener = Opener(keys.receive_key, limits)
         self._out: deque[memoryview] = deque()
         self._queued_bytes = 0  # all that was ever queued and sent
         self._sent_bytes = 0
@@ -89,12 +85,23 @@ class TcpEndpoint(CallEndpoint):
 
     # ------------------------------------------------------------------------------ sending
 
-    def _send(
-        self, kind: Frame, call_id: int, header: bytes, payload: Sequence[Buffer] = ()
+    @property
+    def _connected(self) -> bool:
+        return self._open
+
+    def _transmit_whole(
+        self, kind: Frame, call_id: int, header: bytes, views: list[memoryview], n_bytes: int
     ) -> asyncio.Future[None] | None:
-        if not self._open:
-            raise self._peer_lost()
-        for piece in self._sealer.seal(kind, call_id, header, payload):
+        return self._queue(self._sealer.seal(kind, call_id, header, views))
+
+    def _transmit_start(self, prefix: bytes, views: list[memoryview]) -> None:
+        self._queue([prefix, *views])
+
+    def _transmit_tag(self, tag: bytes) -> asyncio.Future[None] | None:
+        return self._queue([tag])
+
+    def _queue(self, pieces: Sequence[Buffer]) -> asyncio.Future[None] | None:
+        for piece in pieces:
             view = memoryview(piece)
             self._out.append(view)
             self._queued_bytes += view.nbytes
@@ -102,8 +109,7 @@ class TcpEndpoint(CallEndpoint):
             self._flush()
         if not self._out or not self._open:
             return None
-        future = self._loop.create_future()
-        future.add_done_callback(_mark_retrieved)
+        future = self._promise()
         self._waiters.append((self._queued_bytes, future))
         return future
 
@@ -210,7 +216,7 @@ class TcpEndpoint(CallEndpoint):
 
     def _begin_bulk(self, head: Head, available: int) -> None:
         """Allocate the frame's own buffer and move what has arrived of it there."""
-        self._body = _aligned(head.header_bytes, head.payload_bytes + TAG_BYTES)
+        self._body = aligned_buffer(head.header_bytes, head.payload_bytes + TAG_BYTES)
         self._body_got = 0
         self._body[:available] = self._in[self._start : self._end_of_input]
         self._start = self._end_of_input = 0
@@ -238,9 +244,9 @@ class TcpEndpoint(CallEndpoint):
         loop = self._loop
         end = loop.time() + _FLUSH_S
         try:
-            while self._open and self._out and loop.time() < end:
+            while self._open and (self._out or self._hashing) and loop.time() < end:
                 await asyncio.sleep(0.005)
-            if self._open and not self._out:
+            if self._open and not self._out and not self._hashing:
                 self._sock.shutdown(socket.SHUT_WR)
                 async with asyncio.timeout_at(end):
                     await self._eof.wait()
@@ -263,6 +269,7 @@ class TcpEndpoint(CallEndpoint):
             if not future.done():
                 future.set_exception(self._peer_lost())
         self._waiters.clear()
+        self._drop_backlog()
 
 
 class TcpListener(Listener):
@@ -316,7 +323,9 @@ class TcpListener(Listener):
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 _no_delay(sock)
-                acceptor = Acceptor(self._transport.credentials, any_term=self._any_term)
+                acceptor = Acceptor(
+                    self._transport.credentials, any_term=self._any_term, version=self._transport.version
+                )
                 await _write(sock, acceptor.challenge(await _read(sock)))
                 if acceptor.error is not None:
                     raise acceptor.error
@@ -348,9 +357,12 @@ class TcpListener(Listener):
 class TcpTransport(Transport):
     """TCP with the shared handshake and frames. Addresses look like tcp://host:port, tcp://[::1]:port for IPv6."""
 
-    def __init__(self, credentials: Credentials, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
+    ) -> None:
         self.credentials = credentials
         self.limits = limits or Limits()
+        self.version = version
 
     async def listen(
         self,
@@ -389,7 +401,7 @@ class TcpTransport(Transport):
     async def _connect(self, address: str, handler: Handler | None) -> TcpEndpoint:
         sock = await _open_socket(address)
         try:
-            dialer = Dialer(self.credentials)
+            dialer = Dialer(self.credentials, version=self.version)
             try:
                 await _write(sock, dialer.opening())
                 proof = dialer.proof(await _read(sock))
@@ -460,13 +472,6 @@ def _no_delay(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _aligned(header_bytes: int, rest_bytes: int) -> memoryview:
-    """A buffer for header and rest in which the rest starts at a multiple of 64 bytes, unzeroed."""
-    raw = np.empty(header_bytes + rest_bytes + _ALIGNMENT, np.uint8)
-    pad = -(raw.ctypes.data + header_bytes) % _ALIGNMENT
-    return memoryview(raw.data)[pad : pad + header_bytes + rest_bytes]
-
-
 async def _read(sock: socket.socket) -> bytes:
     """One handshake message; never more than it, what follows belongs to the frames. Raises OSError at the end."""
     (length,) = _LENGTH.unpack(await _read_exactly(sock, _LENGTH.size))
@@ -488,8 +493,3 @@ async def _read_exactly(sock: socket.socket, n: int) -> bytes:
 
 async def _write(sock: socket.socket, message: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(message)) + message)
-
-
-def _mark_retrieved(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -43,6 +43,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("SLURM_RESTART_COUNT", int, 0, "how often Slurm has restarted this job"),
         Variable("SLURM_HET_SIZE", int, 1, "number of het groups"),
         Variable("SLURM_PROCID", int, 0, "rank in the step"),
+        Variable("PMI_RANK", int, 0, "rank in the MPI world, from a process manager without Slurm"),
         Variable("SLURM_NTASKS", int, 1, "tasks of the step"),
         Variable("SLURM_LOCALID", int, 0, "rank on this node"),
         Variable("SLURM_NODEID", int, 0, "node number in the step"),

@@ -168,7 +168,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = re.match(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)\Z", str(error), re.DOTALL)
-        line = found[2] if found and found[2] else str(text.count("\n") + 1)
+        line = found[2] if found and found[2] else str(max(1, len(text.splitlines())))
         raise UserError(f"{path}: line {line}: TOML syntax: {found[1] if found else error}") from error
 
 
@@ -248,5 +248,7 @@ def _describe(wanted: Any) -> str:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return f"{value.isoformat()} without quotes"
     text = f'"{value}"' if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

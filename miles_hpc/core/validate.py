@@ -56,6 +56,8 @@ def validate(run: RunConfig, site: SiteConfig) -> None:
     for rule in (_name, _numbers, _names, _model, _lengths, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
+    for complaint in _memory(run):
+        raise UserError(f"run '{run.name}': {complaint}")
     for role in ("trainer", "rollout", "sandbox"):
         for complaint in _group(role, getattr(run.groups, role), site):
             raise UserError(f"run '{run.name}': groups.{role}: {complaint}")
@@ -177,7 +179,7 @@ def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
             yield f'job.{key} = "{text}": expected no spaces or quotes'
     for directive in run.job.extra_directives:
         if not re.match(r"--?[A-Za-z][^\n]*\Z", directive):
-            yield f'job.extra_directives: "{directive}": expected an sbatch option such as "--exclusive"'
+            yield f'job.extra_directives: {directive!r}: expected an sbatch option such as "--exclusive"'
 
 
 def _group(role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
@@ -214,6 +216,16 @@ def _group(role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
         yield _too_many("cpus_per_task * ranks_per_node", cpus, partition.cpus_per_node, where, "CPUs per node")
     if partition.nodes and group.nodes > partition.nodes:
         yield _too_many("nodes", group.nodes, partition.nodes, where, "nodes")
+
+
+def _memory(run: RunConfig) -> Iterator[str]:
+    """--mem carries over to later components and can't be taken back there (heterogeneous_jobs.html)."""
+    earlier = ""
+    for role in ("trainer", "rollout", "sandbox"):
+        group: GroupConfig = getattr(run.groups, role)
+        if group.nodes and earlier and not group.mem:
+            yield f"groups.{role}.mem: needed because groups.{earlier}.mem is set, which Slurm would take for both"
+        earlier = role if group.mem else earlier
 
 
 def _too_many(key: str, asked: int, available: int, where: str, what: str) -> str:

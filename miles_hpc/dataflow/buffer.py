@@ -285,6 +285,15 @@ class GroupBuffer:
         self._retry(group)
         return ()
 
+    def hand_back(self, group_id: int, attempt: int) -> None:
+        """The host that this attempt was given to doesn't answer for it: it waits again, which is no failure of it.
+
+        Does nothing when the attempt isn't under way any more.
+        """
+        group = self._groups.get(group_id)
+        if group is not None and group.state is GroupState.GENERATING and group.attempt == attempt:
+            self._retry(group)
+
     def lose_host(self, host: str) -> tuple[int, ...]:
         """What this host was at work on waits again; returns those ids. Not counted as the groups' failure."""
         lost = self.generating(host)

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from miles_hpc.core.config import RunConfig
@@ -99,7 +100,8 @@ class RolloutHost:
         self._bounds = Bounds(max_turns=run.rollout.max_turns, max_tokens=run.rollout.max_trajectory_tokens)
         self._environment: Environment = resolve("environment", run.environment.name)(run.environment.options)
         self._tokenizer = ChatTokenizer(paths.model)
-        self._groups: dict[int, tuple[int, asyncio.Task[None]]] = {}  # group id -> (attempt, task)
+        # (purpose, group id) -> (attempt, task): evaluations and demonstrations have ids of their own
+        self._groups: dict[tuple[GroupPurpose, int], tuple[int, asyncio.Task[None]]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._demonstrations = asyncio.Semaphore(_DEMONSTRATIONS_AT_ONCE)
 
@@ -135,7 +137,7 @@ class RolloutHost:
             return Ack()
         if isinstance(message, AbortGroups):
             for group_id in message.group_ids:
-                self._drop(group_id)
+                self._drop((GroupPurpose.TRAIN, group_id))
             return Ack()
         if isinstance(message, SyncWeights):
             return await self._sync(message)
@@ -161,24 +163,29 @@ class RolloutHost:
     # ------------------------------------------------------------------------------------------- groups
 
     def _generate(self, job: GenerateGroup) -> None:
-        known = self._groups.get(job.group_id)
+        key = (job.purpose, job.group_id)
+        known = self._groups.get(key)
         if known is not None:
             if known[0] >= job.attempt:
                 return  # sent again; it is under way
-            self._drop(job.group_id)
+            self._drop(key)
+        if not job.prompt.messages:
+            prompt = self._environment.prompt(job.prompt.seed, split=job.purpose.value)
+            job = msgspec.structs.replace(job, prompt=prompt)
         task = asyncio.create_task(self._produce(job), name=f"group {job.group_id}")
-        self._groups[job.group_id] = (job.attempt, task)
+        self._groups[key] = (job.attempt, task)
         task.add_done_callback(lambda _: self._forget(job))
 
-    def _drop(self, group_id: int) -> None:
-        known = self._groups.pop(group_id, None)
+    def _drop(self, key: tuple[GroupPurpose, int]) -> None:
+        known = self._groups.pop(key, None)
         if known is not None:
             known[1].cancel()
 
     def _forget(self, job: GenerateGroup) -> None:
-        known = self._groups.get(job.group_id)
+        key = (job.purpose, job.group_id)
+        known = self._groups.get(key)
         if known is not None and known[0] == job.attempt:
-            del self._groups[job.group_id]
+            del self._groups[key]
 
     async def _produce(self, job: GenerateGroup) -> None:
         """Play, spool, report. Ends without a report only when it is cancelled."""
@@ -200,7 +207,10 @@ class RolloutHost:
             raise
         except Exception as error:  # whatever it was, the controller must hear that this group won't come
             answer = GroupFailed(
-                group_id=job.group_id, attempt=job.attempt, reason=f"{self.host}: {type(error).__name__}: {error}"
+                group_id=job.group_id,
+                attempt=job.attempt,
+                purpose=job.purpose,
+                reason=f"{self.host}: {type(error).__name__}: {error}",
             )
         if self._events is not None:
             ok = isinstance(answer, GroupDone)

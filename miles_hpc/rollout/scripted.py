@@ -36,6 +36,7 @@ class Faults:
 
     die_after_calls: int | None = None  # the call after so many ends the process
     hang_after_calls: int | None = None  # calls after so many never answer
+    hold_after_tokens: int | None = None  # requests hold there until a sync, an abort or their deadline
     corrupt_next_sync: bool = False  # one byte differs after loading, once
     die: Callable[[], None] = lambda: os._exit(86)
 
@@ -65,6 +66,7 @@ class ScriptedEngine(RolloutEngine):
         self._sync_lock = asyncio.Lock()
         self._running = asyncio.Event()
         self._running.set()
+        self._asked = asyncio.Event()  # a sync or an abort came
         self._version: WeightVersion | None = None
         self._sessions: dict[str, npt.NDArray[np.int32]] = {}
         self._requests: dict[str, _Playing] = {}
@@ -128,6 +130,8 @@ class ScriptedEngine(RolloutEngine):
         limit = min(playing.sampling.max_new_tokens, self._max_length - len(playing.input_ids))
         for token in self._script(playing.session_id, playing.input_ids):
             await asyncio.sleep(self._token_delay_s)
+            if len(playing.output) == self.faults.hold_after_tokens:
+                await self._hold(playing)
             await self._running.wait()
             if playing.aborted or playing.deadline.expired or self._closed:
                 return FinishReason.ABORT
@@ -138,6 +142,15 @@ class ScriptedEngine(RolloutEngine):
             if len(playing.output) >= limit:
                 return FinishReason.LENGTH
         return FinishReason.STOP
+
+    async def _hold(self, playing: _Playing) -> None:
+        if playing.aborted:
+            return
+        self._asked.clear()
+        try:
+            await asyncio.wait_for(self._asked.wait(), playing.deadline.remaining_s)
+        except TimeoutError:
+            pass
 
     def _held_version(self) -> WeightVersion:
         if self._version is None:
@@ -170,7 +183,7 @@ class ScriptedEngine(RolloutEngine):
     def _experts(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.unsignedinteger]:
         layers = np.asarray(self._shape.moe_layers)[None, :, None]
         ids = (tokens[:, None, None] + layers + np.arange(self._shape.top_k)[None, None, :]) % self._shape.n_experts
-        return ids.astype(np.uint8 if self._shape.n_experts <= 256 else np.uint16)
+        return np.asarray(ids, np.uint8 if self._shape.n_experts <= 256 else np.uint16)
 
     async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
         """Zeros, as for what it samples."""
@@ -181,12 +194,14 @@ class ScriptedEngine(RolloutEngine):
         for playing in self._requests.values():
             if playing.session_id == session_id:
                 playing.aborted = True
+        self._asked.set()
         self._sessions.pop(session_id, None)
 
     async def abort(self, request_id: str = "") -> None:
         for name, playing in self._requests.items():
             if request_id in ("", name):
                 playing.aborted = True
+        self._asked.set()
 
     async def sync(
         self, version: WeightVersion, source: str, plan_digest: bytes, *, deadline_s: float
@@ -220,6 +235,7 @@ class ScriptedEngine(RolloutEngine):
                     )
             finally:
                 self._running.set()
+                self._asked.set()
             return WeightsSynced(
                 engine=self.name,
                 version=version,

@@ -1,7 +1,7 @@
 """Spooling: a finished group becomes a payload file and a summary.
 
     routed experts ─▶ routing store (one array per group)       first, so that the payload's references are good
-    trajectories   ─▶ journal/spool/<term>/<host>/g<id>-<attempt>.msgpack   by rename
+    trajectories   ─▶ journal/spool/<term>/<host>/<purpose>-<id>-<attempt>.msgpack   by rename
     GroupSummary   ─▶ the controller, which journals ownership before it acknowledges
 
 Payload files aren't synced: after a crash of the node a group that isn't owned is sampled again, and one whose bytes
@@ -62,7 +62,7 @@ def spool_group(
     data = _encoder.encode(group)
     folder = paths.spool(term, host)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"g{job.group_id}-{job.attempt}.msgpack"
+    path = folder / f"{job.purpose.value}-{job.group_id}-{job.attempt}.msgpack"
     publish_bytes(path, data, durable=False)
     return GroupSummary(
         group_id=job.group_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -209,7 +210,11 @@ def test_pacing_discards_nothing_while_groups_finish_in_order(cap: int) -> None:
 def test_with_cap_zero_a_batch_waits_for_its_weights() -> None:
     b = buffer(batch_groups=2, max_admitted=8, max_staleness=0)
     assert b.grants(0) == 2
-    own(b, 0, 0)
+    b.admit(0)
+    assert b.grants(0) == 1
+    b.start(0, "h1")
+    assert b.grants(0) == 1
+    b.own(summary(0, 0, WeightVersion(TERM, 0)))
     own(b, 1, 0)
     assert b.grants(0) == 0
     batch, _ = b.form_batch(WeightVersion(TERM, 0))
@@ -256,13 +261,7 @@ def test_the_most_urgent_groups_go_first() -> None:
 def test_a_mixed_group_is_as_old_as_its_oldest_token() -> None:
     b = buffer(formed_step=5)
     young, old = summary(0, 0, WeightVersion(TERM, 5)), summary(0, 0, WeightVersion(TERM, 3))
-    mixed = summary(0)
-    mixed = type(mixed)(
-        **{
-            **{f: getattr(mixed, f) for f in mixed.__struct_fields__},
-            "trajectories": young.trajectories + old.trajectories,
-        }
-    )
+    mixed = msgspec.structs.replace(young, trajectories=young.trajectories + old.trajectories)
     assert b.staleness(mixed, 5) == 2
     assert b.staleness(summary(0), 5) == 0  # no engine sampled
 
@@ -276,18 +275,43 @@ def test_weights_of_a_dead_lineage_count_both_ways() -> None:
     assert b.staleness(summary(0, 0, WeightVersion(TERM, 7)), 8) == 1
 
 
+def test_only_what_a_manifest_contains_is_forgotten() -> None:
+    b = buffer(batch_groups=1)
+    for group_id in range(3):
+        own(b, group_id, 0)
+    for step in (1, 2):
+        b.form_batch(WeightVersion(TERM, step - 1))
+        b.trained(step)
+    assert b.live_ids == (2,)
+    assert b.commit(1) == (0,)
+    assert b.pending_ids(1) == (1, 2)
+    assert b.roll_back(1) == (1,)
+    own(b, 3, 0)
+    b.drop(3, "test")
+    assert b.pending_ids(9) == (1, 2)  # in no batch any more
+    assert b.form_batch(WeightVersion(TERM, 1))[0] is not None
+    assert b.counts()[GroupState.BATCHED] == 1
+
+
 def test_failures_set_aside_but_a_lost_host_doesn_t() -> None:
     b = buffer()
     b.admit(7)
     for attempt in range(5):
         assert b.start(7, "h1") == attempt
         assert b.lose_host("h1") == (7,)
-    assert b.fail(7, 4, "late news") == ()  # nobody is at work on it
-    assert b.start(7, "h2") == 5
-    assert b.fail(7, 5, "environment") == ()
+    assert b.start(7, "h1") == 5
+    b.hand_back(7, 4)
+    assert b.generating() == (7,)
+    b.hand_back(7, 5)
+    assert b.waiting == ((7, 6),)
+    assert b.fail(7, 5, "late news") == ()  # nobody is at work on it
     assert b.start(7, "h2") == 6
-    assert b.fail(7, 5, "environment") == ()  # of the attempt before
-    assert b.fail(7, 6, "environment") == (GroupSetAside(group_id=7, reason="environment"),)
+    assert b.own(summary(7, 5, WeightVersion(TERM, 0))) == ()  # of a host that was given up
+    assert b.state(7) is GroupState.GENERATING
+    assert b.fail(7, 6, "environment") == ()
+    assert b.start(7, "h2") == 7
+    assert b.fail(7, 6, "environment") == ()  # of the attempt before
+    assert b.fail(7, 7, "environment") == (GroupSetAside(group_id=7, reason="environment"),)
     assert b.live == 0
     assert b.set_aside == {"environment": 1}
 

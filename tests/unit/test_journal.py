@@ -1,6 +1,7 @@
 """Journal: what was appended is read; a torn end is cut; damage before the end is refused."""
 
 import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -160,6 +161,33 @@ def test_a_failed_append_is_taken_back(tmp_path: Path, monkeypatch: pytest.Monke
     writer.append(StepDone(step=3, version=(1, 3)))
     writer.close()
     assert [r.step for r in read_journal(writer.path).records() if isinstance(r, StepDone)] == [1, 3]
+
+
+def test_close_waits_for_an_append_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JournalWriter.create(tmp_path, STARTED)
+    under_way, go_on = threading.Event(), threading.Event()
+    real_fsync = os.fsync
+
+    def slow_fsync(fd: int) -> None:
+        under_way.set()
+        assert go_on.wait(30)
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    appending = threading.Thread(target=writer.append, args=(StepDone(step=1, version=(1, 1)),))
+    appending.start()
+    assert under_way.wait(30)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    go_on.set()
+    for thread in (appending, closing):
+        thread.join(30)
+        assert not thread.is_alive()
+    with pytest.raises(OSError, match="it is closed"):
+        writer.append(StepDone(step=2, version=(1, 2)))
+    assert list(read_journal(writer.path).records()) == [STARTED, StepDone(step=1, version=(1, 1))]
 
 
 def test_terms_are_read_in_order(tmp_path: Path) -> None:

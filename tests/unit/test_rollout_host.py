@@ -98,7 +98,7 @@ def test_group_is_played_and_spooled(tmp_path: Path) -> None:
         assert (summary.group_id, summary.attempt, summary.host, len(summary.trajectories)) == (7, 0, "r0", 5)
         assert [t.reward for t in summary.trajectories] == [1.0] * 5
         assert summary.oldest_version == WeightVersion(1, 0)
-        assert summary.payload.path.startswith("journal/spool/000003/r0/g7-0")
+        assert summary.payload.path.startswith("journal/spool/000003/r0/train-7-0")
         payload = read_payload(s.paths, summary.payload)
         for trajectory, short in zip(payload.trajectories, summary.trajectories, strict=True):
             tokens, mask = trajectory.tokens.numpy(), trajectory.loss_mask.numpy()

@@ -1,0 +1,569 @@
+"""The transport contract: every implementation passes the same tests."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_hpc.control.auth import new_secret
+from miles_hpc.control.loopback import LoopbackTransport
+from miles_hpc.control.opening import open_transport
+from miles_hpc.control.tcp import TcpTransport
+from miles_hpc.core.errors import (
+    AuthenticationError,
+    DeadlineExpired,
+    FencedError,
+    PeerLost,
+    RemoteError,
+    UserError,
+)
+from miles_hpc.core.messages import (
+    Ack,
+    ChildEvent,
+    DescribeWeights,
+    EndSession,
+    Heartbeat,
+    Message,
+    Shutdown,
+)
+from miles_hpc.core.transport import Buffer, Credentials, Endpoint, Listener, PeerIdentity, Transport
+from miles_hpc.core.types import WeightVersion
+
+SECRET = new_secret()
+WAIT_S = 60.0  # a bound against hanging, not an expectation
+HAS_UCX = importlib.util.find_spec("ucxx") is not None
+
+KINDS = [
+    "loopback",
+    "tcp",
+    pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="ucxx isn't installed: pip install ucxx-cu12")),
+]
+
+
+class NotInTheVocabulary(Message, frozen=True, kw_only=True):
+    """A message that no decoder knows."""
+
+
+def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: int = 1) -> Credentials:
+    identity = PeerIdentity(role="trainer", name=name, host="host", pid=os.getpid(), attempt=attempt, term=term)
+    return Credentials(secret, identity)
+
+
+def make(kind: str, name: str, *, version: int | None = None, **who: Any) -> Transport:
+    if version is None:
+        return open_transport(kind, credentials(name, **who))
+    if kind == "loopback":
+        return LoopbackTransport(credentials(name, **who), version=version)
+    if kind == "tcp":
+        return TcpTransport(credentials(name, **who), version=version)
+    from miles_hpc.control.ucx import UcxTransport
+
+    return UcxTransport(credentials(name, **who), version=version)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S * 2):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def echo(endpoint: Endpoint, message: Message, payload: memoryview) -> tuple[Message, Sequence[Buffer]]:
+    return message, [payload]
+
+
+@asynccontextmanager
+async def pair(
+    kind: str, server: Any = echo, client: Any = None, **options: Any
+) -> AsyncIterator[tuple[Endpoint, Endpoint, Listener]]:
+    """The dialer's endpoint, the listener's endpoint, the listener."""
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+
+    async def on_connect(endpoint: Endpoint) -> None:
+        accepted.put_nowait(endpoint)
+
+    listener = await make(kind, "listener").listen(server, on_connect=on_connect, **options)
+    try:
+        endpoint = await make(kind, "dialer").connect(listener.address, client, deadline_s=WAIT_S)
+        try:
+            yield endpoint, await accepted.get(), listener
+        finally:
+            await endpoint.close("test ended")
+    finally:
+        await listener.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_identities_are_exchanged(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, accepted, listener):
+            assert listener.address.startswith(f"{kind}://")
+            assert dialer.peer.name == "listener"
+            assert accepted.peer.name == "dialer"
+            assert accepted.peer.pid == os.getpid()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_answers_ack_and_messages_survive(kind: str) -> None:
+    seen: list[Message] = []
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        seen.append(message)
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            sent = DescribeWeights(version=WeightVersion(3, 7))
+            reply = await dialer.call(sent, deadline_s=WAIT_S)
+            assert reply.message == Ack()
+            assert len(reply.payload) == 0
+            assert seen == [sent]
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(0,), (1,), (5, 0, 7), (1000, 1), (70_000,), (65_536 - 16,), (3, 200_000, 4096)])
+def test_payload_both_ways(kind: str, sizes: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(1)
+    buffers = [rng.integers(0, 256, n, dtype=np.uint8).tobytes() for n in sizes]
+    expected = b"".join(buffers)
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Any:
+        assert payload.readonly
+        assert bytes(payload) == expected
+        return Ack(), [payload[: len(payload) // 2], bytearray(payload[len(payload) // 2 :])]
+
+    async def main() -> None:
+        async with pair(kind, handler, handler) as (dialer, accepted, _):
+            for endpoint in (dialer, accepted, dialer):
+                reply = await endpoint.call(Heartbeat(), payload=buffers, deadline_s=WAIT_S)
+                assert reply.payload.readonly
+                assert bytes(reply.payload) == expected
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_typed_buffers_are_sent_as_their_bytes(kind: str) -> None:
+    array = np.arange(100_000, dtype=np.int32)
+
+    async def main() -> None:
+        async with pair(kind) as (dialer, _, _):
+            reply = await dialer.call(Heartbeat(), payload=[array.data], deadline_s=WAIT_S)
+            assert np.array_equal(np.frombuffer(reply.payload, np.int32), array)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_64_mib(kind: str) -> None:
+    block = os.urandom(1 << 20)
+    buffers = [block, memoryview(block)] * 32
+
+    async def main() -> None:
+        async with pair(kind, echo, echo) as (dialer, accepted, _):
+            for endpoint in (dialer, accepted):
+                reply = await endpoint.call(Heartbeat(), payload=buffers, deadline_s=WAIT_S)
+                assert len(reply.payload) == 64 << 20
+                assert all(reply.payload[i << 20 : (i + 1) << 20] == block for i in range(64))
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_header(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, _, _):
+            sent = Shutdown(reason="x" * 300_000)
+            for payload in ([], [b"y" * 10], [b"z" * 100_000]):
+                reply = await dialer.call(sent, payload=payload, deadline_s=WAIT_S)
+                assert reply.message == sent
+                assert bytes(reply.payload) == b"".join(payload)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_concurrent_calls_in_both_directions(kind: str) -> None:
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Any:
+        assert isinstance(message, EndSession)
+        await asyncio.sleep(int(message.session_id) % 7 / 1000)
+        return message, [payload]
+
+    async def main() -> None:
+        async with pair(kind, handler, handler) as (dialer, accepted, _):
+
+            async def one(endpoint: Endpoint, n: int) -> None:
+                message = EndSession(session_id=str(n))
+                data = bytes([n % 256]) * (n * 997 % 40_000)
+                reply = await endpoint.call(message, payload=[data], deadline_s=WAIT_S)
+                assert reply.message == message
+                assert bytes(reply.payload) == data
+
+            await asyncio.gather(*(one(e, n) for n in range(100) for e in (dialer, accepted)))
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_notifies_keep_their_order(kind: str) -> None:
+    seen: list[int] = []
+    done = asyncio.Event()
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, EndSession)
+        seen.append(int(message.session_id))
+        if len(seen) == 500:
+            done.set()
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            for n in range(500):
+                await dialer.notify(EndSession(session_id=str(n)), payload=[b"p" * (n % 3 * 50_000)])
+            await asyncio.wait_for(done.wait(), WAIT_S)
+            assert seen == list(range(500))
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_messages_do_not_overtake_large_ones(kind: str) -> None:
+    sizes = [3 << 20, 0, 10, 2 << 20, 1 << 20, 100_000, 5, (1 << 20) - 1, 5 << 20, 1]
+    seen: list[int] = []
+    done = asyncio.Event()
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        assert bytes(payload[-3:]) == (b"end"[-len(payload) :] if payload else b"")
+        seen.append(len(payload))
+        if len(seen) == 3 * len(sizes):
+            done.set()
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            payloads = [(b"x" * n)[: max(n - 3, 0)] + b"end"[-n:] if n else b"" for n in sizes * 3]
+            await asyncio.gather(*(dialer.notify(Heartbeat(), payload=[p]) for p in payloads))
+            await asyncio.wait_for(done.wait(), WAIT_S)
+            assert seen == sizes * 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loop_stays_responsive_while_a_large_payload_travels(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, _, _):
+            beats = 0
+
+            async def beat() -> None:
+                nonlocal beats
+                while True:
+                    await asyncio.sleep(0)
+                    beats += 1
+
+            task = asyncio.create_task(beat())
+            await dialer.call(Heartbeat(), payload=[bytes(64 << 20)], deadline_s=WAIT_S)
+            task.cancel()
+            assert beats > 8 or kind == "loopback"  # loopback copies in one go
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handler_may_call_back(kind: str) -> None:
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Message:
+        return (await endpoint.call(EndSession(session_id="back"), deadline_s=WAIT_S)).message
+
+    async def main() -> None:
+        async with pair(kind, handler, echo) as (dialer, _, _):
+            assert (await dialer.call(Heartbeat(), deadline_s=WAIT_S)).message == EndSession(session_id="back")
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_handler_exception_becomes_remote_error(kind: str) -> None:
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        raise FencedError("term 2 exists")
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, accepted, _):
+            with pytest.raises(RemoteError, match="term 2 exists") as caught:
+                await dialer.call(Heartbeat(), deadline_s=WAIT_S)
+            assert caught.value.kind == "FencedError"
+            assert caught.value.peer == "listener"
+            assert not dialer.closed.is_set()
+            with pytest.raises(RemoteError, match="nobody handles") as caught:
+                await accepted.call(Heartbeat(), deadline_s=WAIT_S)
+            assert caught.value.kind == "ProtocolError"
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_message_closes_the_endpoint(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, accepted, _):
+            with pytest.raises(PeerLost, match=r"protocol error.*NotInTheVocabulary"):
+                await dialer.call(NotInTheVocabulary(), deadline_s=WAIT_S)
+            await asyncio.wait_for(accepted.closed.wait(), WAIT_S)
+            assert dialer.closed.is_set()
+            with pytest.raises(PeerLost):
+                await dialer.notify(Heartbeat())
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expired_deadline_names_peer_message_and_time(kind: str) -> None:
+    release = asyncio.Event()
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        if isinstance(message, Shutdown):
+            await release.wait()
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            with pytest.raises(DeadlineExpired, match=r"listener: Shutdown: nothing after \d+\.\d s \(limit 0\.2 s\)"):
+                await dialer.call(Shutdown(reason=""), deadline_s=0.2)
+            release.set()  # the late answer is dropped and harms nobody
+            for _ in range(3):
+                await dialer.call(Heartbeat(), deadline_s=WAIT_S)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cancelled_call_is_forgotten(kind: str) -> None:
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        if isinstance(message, Shutdown):
+            await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            task = asyncio.create_task(dialer.call(Shutdown(reason=""), deadline_s=WAIT_S))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.1)
+            await dialer.call(Heartbeat(), deadline_s=WAIT_S)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("who", ["dialer", "accepted", "listener"])
+def test_close_fails_pending_calls_on_both_sides(kind: str, who: str) -> None:
+    entered: asyncio.Queue[None] = asyncio.Queue()
+
+    async def never(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        entered.put_nowait(None)
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with pair(kind, never, never) as (dialer, accepted, listener):
+            calls = [asyncio.create_task(e.call(Heartbeat(), deadline_s=WAIT_S)) for e in (dialer, accepted) * 2]
+            for _ in calls:
+                await entered.get()
+            if who == "listener":
+                await listener.close()
+            else:
+                await (dialer if who == "dialer" else accepted).close("enough")
+            for result in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT_S):
+                assert isinstance(result, PeerLost)
+                assert ("listener closed" if who == "listener" else "enough") in str(result)
+            for endpoint in (dialer, accepted):
+                await asyncio.wait_for(endpoint.closed.wait(), WAIT_S)
+                await endpoint.close()  # idempotent
+                with pytest.raises(PeerLost):
+                    await endpoint.call(Heartbeat(), deadline_s=WAIT_S)
+            if who == "listener":
+                with pytest.raises((PeerLost, DeadlineExpired)):
+                    await make(kind, "late").connect(listener.address, deadline_s=2.0)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_close_runs_once_per_accepted_endpoint(kind: str) -> None:
+    closed: list[str] = []
+
+    async def on_close(endpoint: Endpoint) -> None:
+        closed.append(endpoint.peer.name)
+
+    async def main() -> None:
+        async with pair(kind, on_close=on_close) as (dialer, _, listener):
+            other = await make(kind, "other").connect(listener.address, deadline_s=WAIT_S)
+            await other.close()
+            await dialer.close()
+            async with asyncio.timeout(WAIT_S):
+                while len(closed) < 2:
+                    await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert sorted(closed) == ["dialer", "other"]
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [FencedError("incarnation 2 exists"), UserError("no room")])
+def test_on_connect_refuses(kind: str, error: Exception) -> None:
+    handled: list[Message] = []
+    closed: list[Endpoint] = []
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        handled.append(message)
+
+    async def on_connect(endpoint: Endpoint) -> None:
+        await asyncio.sleep(0.05)
+        raise error
+
+    async def on_close(endpoint: Endpoint) -> None:
+        closed.append(endpoint)
+
+    async def main() -> None:
+        listener = await make(kind, "listener").listen(handler, on_connect=on_connect, on_close=on_close)
+        expected = FencedError if isinstance(error, FencedError) else RemoteError
+        with pytest.raises(expected, match=str(error)):
+            await make(kind, "dialer").connect(listener.address, deadline_s=WAIT_S)
+        await listener.close()
+        assert not handled
+        assert not closed
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_connect_may_call_the_dialer_before_it_is_admitted(kind: str) -> None:
+    order: list[str] = []
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        order.append("handled")
+
+    async def on_connect(endpoint: Endpoint) -> None:
+        await endpoint.call(Heartbeat(), deadline_s=WAIT_S)
+        await asyncio.sleep(0.05)
+        order.append("admitted")
+
+    async def client(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        await endpoint.notify(ChildEvent(child="early", exit_code=0))
+
+    async def main() -> None:
+        listener = await make(kind, "listener").listen(handler, on_connect=on_connect)
+        dialer = await make(kind, "dialer").connect(listener.address, client, deadline_s=WAIT_S)
+        await dialer.call(Heartbeat(), deadline_s=WAIT_S)
+        assert order == ["admitted", "handled", "handled"]
+        await dialer.close()
+        await listener.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strangers_are_refused(kind: str) -> None:
+    async def main() -> None:
+        listener = await make(kind, "listener").listen(echo)
+        with pytest.raises(AuthenticationError):
+            await make(kind, "stranger", secret=new_secret()).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(FencedError, match=r"attempt 2.*attempt 1"):
+            await make(kind, "old", attempt=2).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(FencedError, match=r"term 7.*term 1"):
+            await make(kind, "old", term=7).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(AuthenticationError, match="version 1 at the peer, 9 here"):
+            await make(kind, "new", version=9).connect(listener.address, deadline_s=WAIT_S)
+        friend = await make(kind, "friend").connect(listener.address, deadline_s=WAIT_S)
+        assert (await friend.call(Heartbeat(), deadline_s=WAIT_S)).message == Heartbeat()
+        await friend.close()
+        await listener.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_term_accepts_other_terms_of_the_same_attempt(kind: str) -> None:
+    async def main() -> None:
+        listener = await make(kind, "listener").listen(echo, any_term=True)
+        endpoint = await make(kind, "later", term=7).connect(listener.address, deadline_s=WAIT_S)
+        assert endpoint.peer.term == 1
+        await endpoint.call(Heartbeat(), deadline_s=WAIT_S)
+        await endpoint.close()
+        with pytest.raises(FencedError):
+            await make(kind, "old", attempt=2).connect(listener.address, deadline_s=WAIT_S)
+        await listener.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_listens(kind: str) -> None:
+    async def main() -> None:
+        listener = await make(kind, "listener").listen(echo)
+        await listener.close()
+        with pytest.raises((PeerLost, DeadlineExpired)):
+            await make(kind, "dialer").connect(listener.address, deadline_s=3.0)
+
+    run(main)
+
+
+CHILD = """
+import asyncio, os, sys
+from miles_hpc.control.opening import open_transport
+from miles_hpc.core.messages import Heartbeat
+from miles_hpc.core.transport import Credentials, PeerIdentity
+
+async def main():
+    me = PeerIdentity(role="rollout", name="victim", host="host", pid=os.getpid(), attempt=1, term=1)
+    transport = open_transport(sys.argv[1], Credentials(bytes.fromhex(sys.stdin.readline()), me))
+    async def handler(endpoint, message, payload):
+        await asyncio.sleep(600)
+    endpoint = await transport.connect(sys.argv[2], handler, deadline_s=60)
+    await endpoint.call(Heartbeat(), deadline_s=60)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_killed_peer_is_noticed(kind: str) -> None:
+    async def main() -> None:
+        joined: asyncio.Queue[Endpoint] = asyncio.Queue()
+
+        async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+            joined.put_nowait(endpoint)
+
+        listener = await make(kind, "listener").listen(handler)
+        child = subprocess.Popen([sys.executable, "-c", CHILD, kind, listener.address], stdin=subprocess.PIPE)
+        try:
+            assert child.stdin is not None
+            child.stdin.write(SECRET.hex().encode() + b"\n")
+            child.stdin.close()
+            endpoint = await asyncio.wait_for(joined.get(), WAIT_S)
+            call = asyncio.create_task(endpoint.call(Heartbeat(), deadline_s=WAIT_S))
+            await asyncio.sleep(0.2)
+            start = time.monotonic()
+            os.kill(child.pid, signal.SIGKILL)
+            with pytest.raises(PeerLost, match=r"victim.*endpoint closed"):
+                await call
+            assert endpoint.closed.is_set()
+            assert time.monotonic() - start < 2.0  # the promise of this transport, kept by the kernel
+        finally:
+            child.kill()
+            child.wait()
+            await listener.close()
+
+    run(main)

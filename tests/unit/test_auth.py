@@ -1,0 +1,228 @@
+"""The run's secret and the handshake."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles_hpc.control.auth import (
+    MAX_HANDSHAKE_BYTES,
+    SECRET_BYTES,
+    Acceptor,
+    Dialer,
+    SessionKeys,
+    load_secret,
+    new_secret,
+)
+from miles_hpc.core.errors import AuthenticationError, FencedError, MilesError, UserError
+from miles_hpc.core.transport import Credentials, PeerIdentity
+
+SECRET = bytes(range(32))
+
+
+def credentials(name: str = "a", *, secret: bytes = SECRET, attempt: int = 1, term: int = 1) -> Credentials:
+    who = PeerIdentity(role="trainer", name=name, host="host", pid=7, attempt=attempt, term=term, incarnation=2, rank=3)
+    return Credentials(secret, who)
+
+
+def shake(dialer: Dialer, acceptor: Acceptor) -> tuple[SessionKeys, SessionKeys]:
+    challenge = acceptor.challenge(dialer.opening())
+    welcome, accepted = acceptor.welcome(dialer.proof(challenge))
+    keys = dialer.finish(welcome)
+    assert accepted is not None
+    return keys, accepted
+
+
+# ------------------------------------------------------------------------------------- the secret's file
+
+
+def test_secret_file_round_trip(tmp_path: Path) -> None:
+    secret = new_secret()
+    assert len(secret) == SECRET_BYTES
+    assert secret != new_secret()
+    path = tmp_path / "secret.key"
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    assert load_secret(path) == secret
+    path.chmod(0o400)
+    assert load_secret(path) == secret
+    for text in (secret.hex(), secret.hex() + "\n"):
+        path.chmod(0o600)
+        path.write_text(text)
+        assert load_secret(path) == secret
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o660, 0o666, 0o644])
+def test_secret_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret.key"
+    path.write_bytes(new_secret())
+    path.chmod(mode)
+    with pytest.raises(UserError, match=f"mode 0{mode:o} .*expected 0600"):
+        load_secret(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_secret_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret.key"
+    path.write_bytes(new_secret())
+    path.chmod(0o600)
+    os.chown(path, 12345, -1)
+    with pytest.raises(UserError, match="owned by uid 12345"):
+        load_secret(path)
+
+
+@pytest.mark.parametrize("n", [0, 31, 33, 64, 65, 200])
+def test_secret_of_another_length_is_refused(tmp_path: Path, n: int) -> None:
+    path = tmp_path / "secret.key"
+    path.write_bytes(b"x" * n)
+    path.chmod(0o600)
+    with pytest.raises(UserError, match=f"{n} bytes, expected 64 hexadecimal"):
+        load_secret(path)
+
+
+def test_missing_secret_and_folder_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        load_secret(tmp_path / "none")
+    with pytest.raises(UserError, match="not a regular file"):
+        load_secret(tmp_path)
+
+
+# ------------------------------------------------------------------------------------- the handshake
+
+
+def test_both_sides_agree_on_keys_and_identities() -> None:
+    dialer, acceptor = credentials("dialer"), credentials("listener")
+    keys, accepted = shake(Dialer(dialer), Acceptor(acceptor))
+    assert keys.peer == acceptor.identity
+    assert accepted.peer == dialer.identity
+    assert keys.send_key == accepted.receive_key
+    assert keys.receive_key == accepted.send_key
+    assert keys.send_key != keys.receive_key
+    again, _ = shake(Dialer(dialer), Acceptor(acceptor))
+    assert len({keys.send_key, keys.receive_key, again.send_key, again.receive_key}) == 4
+
+
+def test_wrong_secret_gets_no_answer() -> None:
+    dialer, acceptor = Dialer(credentials(secret=new_secret())), Acceptor(credentials())
+    proof = dialer.proof(acceptor.challenge(dialer.opening()))
+    with pytest.raises(AuthenticationError, match="didn't prove"):
+        acceptor.welcome(proof)
+
+
+def test_listener_without_the_secret_is_refused() -> None:
+    dialer, impostor = Dialer(credentials()), Acceptor(credentials(secret=new_secret()))
+    proof = dialer.proof(impostor.challenge(dialer.opening()))
+    forged = bytes(32) + proof[32:]
+    with pytest.raises(AuthenticationError, match="listener didn't prove"):
+        dialer.finish(forged)
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(UserError, match="5 bytes, expected 32"):
+        Dialer(credentials(secret=b"short"))
+
+
+@pytest.mark.parametrize(
+    ("dialer", "listener", "any_term", "refused"),
+    [
+        ({}, {}, False, ""),
+        ({"term": 2}, {"term": 1}, True, ""),
+        ({"term": 1}, {"term": 2}, True, ""),
+        ({"term": 1}, {"term": 2}, False, "attempt 1, term 1.*attempt 1, term 2"),
+        ({"term": 3}, {"term": 2}, False, "term 3.*term 2"),
+        ({"attempt": 1}, {"attempt": 2}, False, "attempt 1.*attempt 2"),
+        ({"attempt": 1}, {"attempt": 2}, True, "attempt 1.*attempt 2"),
+    ],
+)
+def test_attempt_and_term(dialer: dict[str, int], listener: dict[str, int], any_term: bool, refused: str) -> None:
+    d, a = Dialer(credentials(**dialer)), Acceptor(credentials(**listener), any_term=any_term)
+    if not refused:
+        shake(d, a)
+        return
+    welcome, accepted = a.welcome(d.proof(a.challenge(d.opening())))
+    assert accepted is None
+    assert isinstance(a.error, FencedError)
+    with pytest.raises(FencedError, match=refused):
+        d.finish(welcome)
+
+
+def test_other_protocol_version_is_named_on_both_sides() -> None:
+    dialer, acceptor = Dialer(credentials(), version=3), Acceptor(credentials(), version=4)
+    challenge = acceptor.challenge(dialer.opening())
+    assert acceptor.error is not None
+    assert "version 3 at the peer, 4 here" in str(acceptor.error)
+    with pytest.raises(AuthenticationError, match="version 4 at the peer, 3 here"):
+        dialer.proof(challenge)
+    with pytest.raises(AuthenticationError, match="version 3"):
+        acceptor.welcome(b"x" * 100)
+
+
+def test_replayed_proof_is_refused() -> None:
+    dialer, first, second = Dialer(credentials()), Acceptor(credentials()), Acceptor(credentials())
+    opening = dialer.opening()
+    proof = dialer.proof(first.challenge(opening))
+    second.challenge(opening)
+    first.welcome(proof)
+    with pytest.raises(AuthenticationError):
+        second.welcome(proof)
+
+
+def test_reflected_messages_are_refused() -> None:
+    dialer = Dialer(credentials())
+    opening = dialer.opening()
+    with pytest.raises(AuthenticationError, match="not a miles_hpc port"):
+        dialer.proof(opening)
+    acceptor = Acceptor(credentials())
+    proof = dialer.proof(acceptor.challenge(opening))
+    with pytest.raises(AuthenticationError):
+        dialer.finish(proof)
+
+
+def test_man_in_the_middle_cannot_join_two_honest_sides_with_changed_identities() -> None:
+    dialer, acceptor = Dialer(credentials("d", term=1)), Acceptor(credentials("l", term=2))
+    proof = dialer.proof(acceptor.challenge(dialer.opening()))
+    identity = msgspec.msgpack.decode(proof[32:], type=PeerIdentity)
+    raised = msgspec.msgpack.encode(msgspec.structs.replace(identity, term=2))
+    with pytest.raises(AuthenticationError):
+        acceptor.welcome(proof[:32] + raised)
+
+
+@given(step=st.integers(0, 3), position=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_any_flipped_byte_of_the_handshake_is_refused(step: int, position: int, flip: int) -> None:
+    def change(number: int, message: bytes) -> bytes:
+        if number != step:
+            return message
+        changed = bytearray(message)
+        changed[position % len(changed)] ^= flip
+        return bytes(changed)
+
+    dialer, acceptor = Dialer(credentials()), Acceptor(credentials())
+    with pytest.raises(AuthenticationError):
+        challenge = acceptor.challenge(change(0, dialer.opening()))
+        proof = dialer.proof(change(1, challenge))
+        if acceptor.error is not None:
+            raise acceptor.error
+        welcome, _ = acceptor.welcome(change(2, proof))
+        dialer.finish(change(3, welcome))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=MAX_HANDSHAKE_BYTES), st.binary(max_size=MAX_HANDSHAKE_BYTES))
+def test_garbage_is_refused_and_nothing_else_happens(first: bytes, second: bytes) -> None:
+    acceptor = Acceptor(credentials())
+    with pytest.raises(AuthenticationError):
+        acceptor.challenge(first)
+    acceptor.challenge(Dialer(credentials()).opening())
+    with pytest.raises(MilesError):
+        acceptor.welcome(second)
+    dialer = Dialer(credentials())
+    dialer.opening()
+    with pytest.raises(AuthenticationError):
+        dialer.proof(first)
+    with pytest.raises(AuthenticationError):
+        dialer.finish(second)
