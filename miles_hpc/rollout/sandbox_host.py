@@ -52,6 +52,9 @@ __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 Isolation = Literal["auto", "unshare", "bubblewrap", "none"]
 
 
+_QUICK_DEATHS = 5  # of the launcher in a row, each within ten seconds of its start
+
+
 class SandboxError(MilesError):
     """A sandbox couldn't be made or kept; the command's effect is unknown."""
 
@@ -84,7 +87,7 @@ class SandboxHost:
         self._incarnations = 0
         self._executed = 0
         self._executing_s = 0.0
-        self._sweeper: asyncio.Task[None] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------------------------------- life
 
@@ -108,13 +111,13 @@ class SandboxHost:
                 f"this node can't isolate sandboxes ({'; '.join(failures)}): allow user namespaces "
                 "(sysctl user.max_user_namespaces) or choose isolation 'none' for commands that are trusted"
             )
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._keepers = [asyncio.create_task(self._sweep()), asyncio.create_task(self._keep_launcher(kind))]
 
     async def close(self) -> None:
         """End all sandboxes and the launcher; idempotent."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            self._sweeper = None
+        for keeper in self._keepers:
+            keeper.cancel()
+        self._keepers = []
         for sandbox_id in list(self._sandboxes):
             self.destroy(sandbox_id)
         if self._channel is not None:
@@ -216,17 +219,20 @@ class SandboxHost:
         sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
         timed_out = False
         status = self._expect_status(sandbox)
-        await self._send(sandbox, exec_request(data), timeout_s)
         try:
-            code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
-        except TimeoutError:
-            timed_out = True
-            self._tell("clear", sandbox)
+            await self._send(sandbox, exec_request(data), timeout_s)
             try:
-                code = await asyncio.wait_for(status, 5.0)
-                code = 137
+                code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
             except TimeoutError:
-                code = -1
+                timed_out = True
+                self._tell("clear", sandbox)
+                try:
+                    code = 137 if await asyncio.wait_for(status, 5.0) >= 0 else -1
+                except TimeoutError:
+                    code = -1
+        except asyncio.CancelledError:
+            self._end(sandbox)  # nobody waits for what runs; the next command begins anew
+            raise
         sandbox.status = None
         self._drain(sandbox)
         if code < 0:  # PID 1 is gone or doesn't answer: begin anew from the first files
@@ -258,7 +264,9 @@ class SandboxHost:
 
     def _launch(self, sandbox: Sandbox) -> None:
         if self._channel is None:
-            raise SandboxError("the sandbox host isn't started")
+            raise SandboxError(
+                "no sandbox launcher: the host isn't started, or its launcher ended and is being replaced"
+            )
         self._incarnations += 1
         sandbox.name = f"{self._incarnations}"
         ours, theirs = socket.socketpair()
@@ -382,7 +390,7 @@ class SandboxHost:
         bwrap = shutil.which("bwrap") or ""
         if kind == "bubblewrap" and not bwrap:
             raise UserError("no bwrap on this node's PATH")
-        # Since Linux 5.14 the process limit counts per user namespace; before, it would count the user's other processes.
+        # Since Linux 5.14 the process limit counts per user namespace; before, it would count all of the user's.
         kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
         program_text = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -419,6 +427,25 @@ class SandboxHost:
             self.destroy("probe")
         if result.exit_code != 0 or result.output != f"1\n{user}\n":
             raise UserError(f"the probe answered {result.output[:200]!r} with exit code {result.exit_code}")
+
+    async def _keep_launcher(self, kind: str) -> None:
+        """Start the launcher again when it ends. Its sandboxes ended with it; each begins anew at its next command."""
+        quick = 0
+        while quick < _QUICK_DEATHS:
+            assert self._launcher is not None
+            began = time.monotonic()
+            await self._launcher.wait()
+            quick = quick + 1 if time.monotonic() - began < 10.0 else 0
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            for sandbox in self._sandboxes.values():
+                if not sandbox.lock.locked():
+                    self._end(sandbox)
+            try:
+                await self._start_launcher(kind)
+            except UserError:
+                return  # creating and executing say that there is no launcher
 
     async def _sweep(self) -> None:
         """End sandboxes that nobody has used for long: their rollout host is gone."""

@@ -52,6 +52,8 @@ FOR_ALL = (
     "test_idle",
     "test_close",
     "test_destroy_interrupts",
+    "test_a_cancelled",
+    "test_a_lost_launcher",
 )
 
 
@@ -544,3 +546,34 @@ def test_auto_takes_the_first_that_works_and_says_why_none_does(monkeypatch: pyt
             await SandboxHost(isolation="bubblewrap").start()
 
     asyncio.run(main())
+
+
+def test_a_cancelled_command_leaves_a_usable_sandbox(play: Play) -> None:
+    marker = f"sleep 95{os.getpid()}"
+
+    async def scene(sh: Shell) -> None:
+        running = asyncio.create_task(sh(marker))
+        while not _count(marker):
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert (await sh("cat b; exit 3")).exit_code == 3
+        await _until_gone(marker)
+
+    play(scene)
+
+
+def test_a_lost_launcher_is_replaced(play: Play) -> None:
+    async def scene(sh: Shell) -> None:
+        assert (await sh("cat b")).output == "13\n"
+        launcher = sh.host._launcher
+        assert launcher is not None
+        launcher.kill()
+        async with asyncio.timeout(60):
+            while sh.host._launcher is launcher or sh.host._channel is None:
+                await asyncio.sleep(0.02)
+        assert (await sh("cat b")).output == "13\n"
+        sh.host.create("t", {"x": "y"})
+        assert (await sh("cat x", sandbox="t")).output == "y"
+
+    play(scene)

@@ -115,6 +115,29 @@ def test_a_host_lost_during_the_first_command_costs_nothing() -> None:
     play(scene)
 
 
+def test_a_host_that_came_back_empty_is_not_mistaken_for_the_old_one() -> None:
+    async def scene(client: SandboxClient, one: Server, two: Server) -> None:
+        await two.stop()
+        client.remove_host("h1")
+        await client.create("unused", FILES)
+        await client.create("used", FILES)
+        await client.execute("used", "ls")
+        await one.stop()
+        again = Server()
+        try:
+            await again.start(client, "h0")
+            assert (await client.execute("unused", "cat a")).output == "1\n"
+            with pytest.raises(PeerLost):
+                await client.execute("used", "cat a")
+            await client.destroy("used")
+            assert again.host.status().live == 1
+        finally:
+            await again.stop()
+            await again.host.close()
+
+    play(scene)
+
+
 def test_state_that_is_gone_with_its_host_fails() -> None:
     async def scene(client: SandboxClient, one: Server, two: Server) -> None:
         await client.create("s", FILES)
