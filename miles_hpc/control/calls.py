@@ -196,7 +196,10 @@ class CallEndpoint(Endpoint):
             raise ProtocolError(f"answer to call {call_id}, which was never made")
 
     def _start_handler(self, kind: Frame, call_id: int, message: Message, payload: memoryview) -> None:
-        task = self._loop.create_task(self._handle(kind, call_id, message, payload))
+        self._keep(self._loop.create_task(self._handle(kind, call_id, message, payload)))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """The loop itself holds tasks weakly only."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -269,9 +272,7 @@ class CallEndpoint(Endpoint):
         except (OSError, MilesError):
             pass
         self._end(reason)
-        task = self._loop.create_task(self._shutdown())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(self._loop.create_task(self._shutdown()))
 
     def _lost(self, reason: str) -> None:
         """The connection is gone. Idempotent."""

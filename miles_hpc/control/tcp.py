@@ -21,18 +21,17 @@ from collections.abc import Sequence
 
 from miles_hpc.control.accepting import Accepted
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES, Acceptor, Dialer, SessionKeys
-from miles_hpc.control.calls import CallEndpoint, EndpointHook
+from miles_hpc.control.calls import EndpointHook
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     TAG_BYTES,
     Frame,
     Head,
     Limits,
-    Opener,
-    Sealer,
     aligned_buffer,
     check_body,
 )
+from miles_hpc.control.sealed import SealedEndpoint
 from miles_hpc.core.errors import (
     AuthenticationError,
     DeadlineExpired,
@@ -61,16 +60,14 @@ _FLUSH_S = 1.0
 _LENGTH = struct.Struct("<H")
 
 
-class TcpEndpoint(CallEndpoint):
+class TcpEndpoint(SealedEndpoint):
     """One connected socket."""
 
     def __init__(
         self, sock: socket.socket, keys: SessionKeys, handler: Handler | None, limits: Limits, *, dialer: bool
     ) -> None:
-        super().__init__(keys.peer, handler, dialer=dialer)
+        super().__init__(keys, handler, limits, dialer=dialer)
         self._sock = sock
-        self._sealer = Sealer(keys.send_key, limits)
-        self._opener = Opener(keys.receive_key, limits)
         self._out: deque[memoryview] = deque()
         self._queued_bytes = 0  # all that was ever queued and sent
         self._sent_bytes = 0
@@ -88,12 +85,23 @@ class TcpEndpoint(CallEndpoint):
 
     # ------------------------------------------------------------------------------ sending
 
-    def _send(
-        self, kind: Frame, call_id: int, header: bytes, payload: Sequence[Buffer] = ()
+    @property
+    def _connected(self) -> bool:
+        return self._open
+
+    def _transmit_whole(
+        self, kind: Frame, call_id: int, header: bytes, views: list[memoryview], n_bytes: int
     ) -> asyncio.Future[None] | None:
-        if not self._open:
-            raise self._peer_lost()
-        for piece in self._sealer.seal(kind, call_id, header, payload):
+        return self._queue(self._sealer.seal(kind, call_id, header, views))
+
+    def _transmit_start(self, prefix: bytes, views: list[memoryview]) -> None:
+        self._queue([prefix, *views])
+
+    def _transmit_tag(self, tag: bytes) -> asyncio.Future[None] | None:
+        return self._queue([tag])
+
+    def _queue(self, pieces: Sequence[Buffer]) -> asyncio.Future[None] | None:
+        for piece in pieces:
             view = memoryview(piece)
             self._out.append(view)
             self._queued_bytes += view.nbytes
@@ -101,8 +109,7 @@ class TcpEndpoint(CallEndpoint):
             self._flush()
         if not self._out or not self._open:
             return None
-        future = self._loop.create_future()
-        future.add_done_callback(_mark_retrieved)
+        future = self._promise()
         self._waiters.append((self._queued_bytes, future))
         return future
 
@@ -237,9 +244,9 @@ class TcpEndpoint(CallEndpoint):
         loop = self._loop
         end = loop.time() + _FLUSH_S
         try:
-            while self._open and self._out and loop.time() < end:
+            while self._open and (self._out or self._hashing) and loop.time() < end:
                 await asyncio.sleep(0.005)
-            if self._open and not self._out:
+            if self._open and not self._out and not self._hashing:
                 self._sock.shutdown(socket.SHUT_WR)
                 async with asyncio.timeout_at(end):
                     await self._eof.wait()
@@ -262,6 +269,7 @@ class TcpEndpoint(CallEndpoint):
             if not future.done():
                 future.set_exception(self._peer_lost())
         self._waiters.clear()
+        self._drop_backlog()
 
 
 class TcpListener(Listener):
@@ -485,8 +493,3 @@ async def _read_exactly(sock: socket.socket, n: int) -> bytes:
 
 async def _write(sock: socket.socket, message: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(message)) + message)
-
-
-def _mark_retrieved(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -22,24 +22,22 @@ import hashlib
 import logging
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from miles_hpc.control.accepting import Accepted
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES, Acceptor, Dialer, SessionKeys
-from miles_hpc.control.calls import CallEndpoint, EndpointHook
+from miles_hpc.control.calls import EndpointHook
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     TAG_BYTES,
     Frame,
     Head,
     Limits,
-    Opener,
-    Sealer,
     aligned_buffer,
-    byte_views,
     check_body,
 )
+from miles_hpc.control.sealed import SealedEndpoint
 from miles_hpc.core.errors import (
     AuthenticationError,
     DeadlineExpired,
@@ -163,17 +161,15 @@ def _close_finally(endpoint: Any) -> None:
     endpoint.close_blocking(period=10**8, max_attempts=1)
 
 
-class UcxEndpoint(CallEndpoint):
+class UcxEndpoint(SealedEndpoint):
     """One UCX endpoint after its handshake."""
 
     def __init__(
         self, worker: UcxWorker, ucx: Any, keys: SessionKeys, handler: Handler | None, limits: Limits, *, dialer: bool
     ) -> None:
-        super().__init__(keys.peer, handler, dialer=dialer)
+        super().__init__(keys, handler, limits, dialer=dialer)
         self._worker = worker
         self._ucx = ucx
-        self._sealer = Sealer(keys.send_key, limits)
-        self._opener = Opener(keys.receive_key, limits)
         self._send_tag = _tag(keys.send_key)
         self._receive_tag = _tag(keys.receive_key)
         self._open = True
@@ -186,19 +182,30 @@ class UcxEndpoint(CallEndpoint):
 
     # ------------------------------------------------------------------------------ sending
 
-    def _send(
-        self, kind: Frame, call_id: int, header: bytes, payload: Sequence[Buffer] = ()
+    @property
+    def _connected(self) -> bool:
+        return self._open and bool(self._ucx.alive)
+
+    def _transmit_whole(
+        self, kind: Frame, call_id: int, header: bytes, views: list[memoryview], n_bytes: int
     ) -> asyncio.Future[None] | None:
-        if not self._open or not self._ucx.alive:
-            raise self._peer_lost()
-        views, n_bytes = byte_views(payload)
         if HEAD_BYTES + len(header) + n_bytes + TAG_BYTES <= INLINE_BYTES:
-            messages: list[Buffer] = [b"".join(self._sealer.seal(kind, call_id, header, views))]
-        else:
-            messages = self._seal_large(kind, call_id, header, views, n_bytes)
+            return self._queue([b"".join(self._sealer.seal(kind, call_id, header, views))])
+        prefix, mac = self._sealer.begin(kind, call_id, header, n_bytes)
+        for view in views:
+            mac.update(view)
+        return self._queue([*_large_messages(prefix, views), mac.digest()[:TAG_BYTES]])
+
+    def _transmit_start(self, prefix: bytes, views: list[memoryview]) -> None:
+        self._queue(_large_messages(prefix, views))
+
+    def _transmit_tag(self, tag: bytes) -> asyncio.Future[None] | None:
+        return self._queue([tag])
+
+    def _queue(self, messages: list[Buffer]) -> asyncio.Future[None] | None:
+        """Submit tag messages; the future ends with the last of them."""
         left = len(messages)
-        future: asyncio.Future[None] = self._loop.create_future()
-        future.add_done_callback(_mark_retrieved)
+        future = self._promise()
 
         def completed(error: Exception | None) -> None:
             nonlocal left
@@ -212,25 +219,12 @@ class UcxEndpoint(CallEndpoint):
                     future.set_exception(PeerLost(f"{self.peer.name}: endpoint closed: {error}"))
 
         for message in messages:
-            if not self._ucx.alive:  # it may have failed since the previous piece
+            if not self._ucx.alive:  # it may have failed since the previous message
                 completed(PeerLost("the peer is gone"))
                 break
             request = self._ucx.tag_send(_array(message), self._send_tag)
             self._worker.watch(request, completed, message)
         return None if future.done() and future.exception() is None else future
-
-    def _seal_large(
-        self, kind: Frame, call_id: int, header: bytes, views: list[memoryview], n_bytes: int
-    ) -> list[Buffer]:
-        prefix, mac = self._sealer.begin(kind, call_id, header, n_bytes)
-        pieces = _pieces(views)
-        for piece in pieces:
-            mac.update(piece)
-        sizes = struct.pack(f"<H{len(pieces)}Q", len(pieces), *(piece.nbytes for piece in pieces))
-        messages: list[Buffer] = [prefix[:HEAD_BYTES] + sizes]
-        if header:
-            messages.append(header)
-        return [*messages, *pieces, mac.digest()[:TAG_BYTES]]
 
     # ------------------------------------------------------------------------------ receiving
 
@@ -333,6 +327,7 @@ class UcxEndpoint(CallEndpoint):
         if self._open:
             self._open = False
             self._gone.set()
+            self._drop_backlog()
             self._worker.retire(self._ucx)
 
 
@@ -490,6 +485,14 @@ def _array(buffer: Buffer) -> Any:
     return Array(buffer)
 
 
+def _large_messages(prefix: bytes, views: list[memoryview]) -> list[Buffer]:
+    """Head with the sizes of the pieces, header, pieces."""
+    pieces = _pieces(views)
+    sizes = struct.pack(f"<H{len(pieces)}Q", len(pieces), *(piece.nbytes for piece in pieces))
+    header = [prefix[HEAD_BYTES:]] if len(prefix) > HEAD_BYTES else []
+    return [prefix[:HEAD_BYTES] + sizes, *header, *pieces]
+
+
 def _pieces(views: list[memoryview]) -> list[memoryview]:
     """Cut large buffers; join them all when there would be too many pieces for the first message."""
     if sum(-(-view.nbytes // PIECE_BYTES) for view in views) > _MAX_PIECES // 2:
@@ -538,8 +541,3 @@ async def _settle(ucx: Any) -> None:
         if not ucx.alive:
             return
         await asyncio.sleep(0.02)
-
-
-def _mark_retrieved(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()

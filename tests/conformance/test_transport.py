@@ -241,6 +241,48 @@ def test_notifies_keep_their_order(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_small_messages_do_not_overtake_large_ones(kind: str) -> None:
+    sizes = [3 << 20, 0, 10, 2 << 20, 1 << 20, 100_000, 5, (1 << 20) - 1, 5 << 20, 1]
+    seen: list[int] = []
+    done = asyncio.Event()
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        assert bytes(payload[-3:]) == (b"end"[-len(payload) :] if payload else b"")
+        seen.append(len(payload))
+        if len(seen) == 3 * len(sizes):
+            done.set()
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            payloads = [(b"x" * n)[: max(n - 3, 0)] + b"end"[-n:] if n else b"" for n in sizes * 3]
+            await asyncio.gather(*(dialer.notify(Heartbeat(), payload=[p]) for p in payloads))
+            await asyncio.wait_for(done.wait(), WAIT_S)
+            assert seen == sizes * 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loop_stays_responsive_while_a_large_payload_travels(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, _, _):
+            beats = 0
+
+            async def beat() -> None:
+                nonlocal beats
+                while True:
+                    await asyncio.sleep(0)
+                    beats += 1
+
+            task = asyncio.create_task(beat())
+            await dialer.call(Heartbeat(), payload=[bytes(64 << 20)], deadline_s=WAIT_S)
+            task.cancel()
+            assert beats > 8 or kind == "loopback"  # loopback copies in one go
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_handler_may_call_back(kind: str) -> None:
     async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Message:
         return (await endpoint.call(EndSession(session_id="back"), deadline_s=WAIT_S)).message
