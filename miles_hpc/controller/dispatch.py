@@ -117,14 +117,14 @@ class Dispatcher:
             if oldest is not None:
                 for group_id in self._source.take(self._buffer.grants(oldest, batches_left=batches_left())):
                     self._buffer.admit(group_id)
-            for group_id, attempt in self._buffer.waiting:
+            for group_id, _ in self._buffer.waiting:
                 host = self._free_host(self._run.rollout.n_samples_per_prompt)
                 if host is None:
                     break
-                assert attempt == self._buffer.start(group_id, host)
+                attempt = self._buffer.start(group_id, host)
                 message = self._message(GroupPurpose.TRAIN, group_id, attempt)
                 if not await self._give(host, message):
-                    self._buffer.fail(group_id, attempt, "host lost")
+                    self._buffer.hand_back(group_id, attempt)
             try:
                 await asyncio.wait_for(self._wake.wait(), _POLL_S)
             except TimeoutError:

@@ -112,7 +112,6 @@ class Checkpoints:
             manifest = _with_files(draft.manifest, message.files)
             await asyncio.to_thread(
                 publish_manifest,
-                read_manifest,
                 self._paths.root / message.folder,
                 manifest,
                 lambda: check_newest(self._paths, self._term),
