@@ -7,6 +7,7 @@ write to a temporary name in the same folder, fsync the file, rename, fsync the 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["fsync_folder", "publish_bytes", "publish_folder"]
@@ -21,11 +22,19 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def publish_bytes(path: Path, data: bytes | bytearray | memoryview, *, mode: int = 0o644, durable: bool = True) -> None:
+def publish_bytes(
+    path: Path,
+    data: bytes | bytearray | memoryview,
+    *,
+    mode: int = 0o644,
+    durable: bool = True,
+    before_rename: Callable[[], None] | None = None,
+) -> None:
     """Write `data` as `path`, atomically; an existing file is replaced.
 
     Without `durable` nothing is synced: for what is worthless after a crash anyway (addresses, live status).
-    Raises OSError; the temporary file is removed then.
+    `before_rename` is called when all bytes are on storage and nothing is visible yet: the place of a fence check.
+    Raises OSError and what `before_rename` raises; the temporary file is removed then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -35,8 +44,10 @@ def publish_bytes(path: Path, data: bytes | bytearray | memoryview, *, mode: int
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+        if before_rename is not None:
+            before_rename()
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if durable:

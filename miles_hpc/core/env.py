@@ -34,7 +34,7 @@ def _flag(text: str) -> bool:
 VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
-        Variable("MILES_HPC_SITE", str, "", "site file to use when neither --site nor the run file names one"),
+        Variable("MILES_HPC_SITE", str, "", "site to use instead of the run file's; --site overrides it"),
         Variable("MILES_HPC_SITES", str, "", "folder of site files that is searched before the project's own"),
         Variable("MILES_HPC_TEMPLATES", str, "", "folder of job templates that is searched before the project's own"),
         Variable("MILES_HPC_DEBUG", _flag, False, "print tracebacks for user errors as well"),
@@ -43,6 +43,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("SLURM_RESTART_COUNT", int, 0, "how often Slurm has restarted this job"),
         Variable("SLURM_HET_SIZE", int, 1, "number of het groups"),
         Variable("SLURM_PROCID", int, 0, "rank in the step"),
+        Variable("PMI_RANK", int, 0, "rank in the MPI world, from a process manager without Slurm"),
         Variable("SLURM_NTASKS", int, 1, "tasks of the step"),
         Variable("SLURM_LOCALID", int, 0, "rank on this node"),
         Variable("SLURM_NODEID", int, 0, "node number in the step"),

@@ -25,11 +25,6 @@ __all__ = [
     "UserError",
 ]
 
-#: Exit code for bad input (argparse uses the same one).
-EXIT_USER_ERROR = 2
-#: Exit code of a process that was fenced by a newer term; nobody needs to restart it.
-EXIT_FENCED = 75
-
 
 class MilesError(Exception):
     """Root of everything that this project raises on purpose."""

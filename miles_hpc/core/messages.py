@@ -90,7 +90,11 @@ class Scores(Message, frozen=True, kw_only=True):
 
 
 class GenerateGroup(Message, frozen=True, kw_only=True):
-    """Sample one group. Acknowledged at once; the result is a GroupDone later."""
+    """Sample one group. Acknowledged at once; the result is a GroupDone later.
+
+    A prompt without messages is made by the host from its seed: the environment's own task of that seed, in the
+    split that the purpose names.
+    """
 
     group_id: int
     attempt: int
@@ -137,6 +141,7 @@ class GroupFailed(Message, frozen=True, kw_only=True):
 
     group_id: int
     attempt: int
+    purpose: GroupPurpose
     reason: str
 
 
@@ -379,17 +384,22 @@ class SandboxHostStatus(Message, frozen=True, kw_only=True):
 
 
 class RestartHost(Message, frozen=True, kw_only=True):
-    """Start a fresh agent for `role` on `host`; the old one was declared lost."""
+    """Start a fresh agent for `role` on `host`; the one of `incarnation` was declared lost.
+
+    Ignored when a newer incarnation was started there already.
+    """
 
     role: str
     host: str
+    incarnation: int
     reason: str
 
 
 class RestartRole(Message, frozen=True, kw_only=True):
-    """End the role's step and start it anew on the same nodes."""
+    """End the role's step and start it anew on the same nodes. Ignored when it is newer than `incarnation` already."""
 
     role: str
+    incarnation: int
     reason: str
 
 

@@ -23,6 +23,21 @@ class RunPaths:
         return self.root / "resolved.toml"
 
     @property
+    def site_toml(self) -> Path:
+        """The site file that the run was submitted with, resolved."""
+        return self.root / "site.toml"
+
+    @property
+    def job_script(self) -> Path:
+        """The batch script of the latest submission."""
+        return self.root / "job.sbatch"
+
+    @property
+    def job(self) -> Path:
+        """job.json: the Slurm job of the latest submission and those before it."""
+        return self.root / "job.json"
+
+    @property
     def identity(self) -> Path:
         """Written once by submit: which run this directory belongs to."""
         return self.root / "identity.json"

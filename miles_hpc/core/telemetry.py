@@ -7,7 +7,7 @@ Kinds, told apart by `kind`:
     verdict  {"name": "lost", "peer": "...", "evidence": "..."}        what the run decided, and why
     note     {"name": "allocation", ...}                               start, end, evaluation, resume
 
-Every line carries `t` (epoch seconds), `term`, `process`. A line that was cut off by a kill is skipped by readers.
+Every line carries `t` (epoch seconds), `attempt`, `term`, `process`. Readers skip a line that a kill cut off.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ __all__ = ["EventLog", "read_events"]
 class EventLog:
     """Appends events of one process. Not thread-safe beyond single writes, which are one write() call each."""
 
-    def __init__(self, folder: Path, process: str, term: int) -> None:
+    def __init__(self, folder: Path, process: str, *, attempt: int, term: int = 0) -> None:
+        """`term` 0: the process follows the terms of its attempt and sets `term` as it adopts one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.process = process
+        self.attempt = attempt
         self.term = term
-        self._fd = os.open(folder / f"{process}.t{term:06d}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        name = f"{process}.a{attempt:04d}.t{term:06d}.jsonl"
+        self._fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event; values must be JSON."""
-        line = {"t": round(time.time(), 4), "term": self.term, "process": self.process, "kind": kind, **fields}
+        place = {"attempt": self.attempt, "term": self.term, "process": self.process}
+        line = {"t": round(time.time(), 4), **place, "kind": kind, **fields}
         os.write(self._fd, (json.dumps(line, separators=(",", ":")) + "\n").encode())
 
     def metric(self, step: int, values: dict[str, float]) -> None:
@@ -67,7 +71,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
                 event = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and "kind" in event and "t" in event:
+            if isinstance(event, dict) and "kind" in event and isinstance(event.get("t"), int | float):
                 events.append(event)
     events.sort(key=lambda e: float(e["t"]))
     return events

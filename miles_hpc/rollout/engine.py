@@ -17,15 +17,42 @@ All methods are coroutines of one event loop; none blocks it. Raises what `Trans
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from miles_hpc.core.messages import EngineDescription, WeightsSynced
+from miles_hpc.core.transport import Endpoint
 from miles_hpc.core.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
 
-__all__ = ["Generation", "RolloutEngine"]
+__all__ = ["Connect", "EngineSpec", "Generation", "RolloutEngine"]
+
+#: Opens an endpoint to an address within so many seconds: `Transport.connect` with its handler left out.
+Connect: TypeAlias = Callable[[str, float], Awaitable[Endpoint]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What an engine is built from. Every class registered as kind `engine` is called with one of these, alone.
+
+    `model_path` is a folder with config.json; weights in it aren't read, since an engine serves only what it was
+    synced. `max_length` bounds input and output of one request together; None means what the model allows.
+    """
+
+    name: str
+    model_path: Path
+    connect: Connect
+    slots: int = 64
+    max_length: int | None = None
+    dtype: str = "float32"  # float32 | bfloat16
+    device: str = "cpu"  # cpu | cuda:0
+    threads: int = 1  # CPU threads of tensor operations
+    experts_implementation: str = "grouped_mm"
+    options: dict[str, Any] = field(default_factory=dict)  # of one implementation only
 
 
 @dataclass(frozen=True)
@@ -38,6 +65,7 @@ class Generation:
     finish_reason: FinishReason
     routed_experts: npt.NDArray[np.unsignedinteger] | None  # [rows, moe_layers, top_k]; None for dense models
     cached_tokens: int
+    queue_s: float = 0.0  # waited for a slot
 
 
 class RolloutEngine(ABC):

@@ -1,0 +1,47 @@
+# Everything a developer or a first-time user types. `make` alone explains.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3.11
+PY := $(VENV)/bin/python
+SEED ?= 0
+BOX_ROOT ?= /tmp/miles-box-$(shell id -u)
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint types bench box-up box-down clean
+
+help: ## show this list
+	@echo "miles_hpc: RL post-training of language models as Slurm batch jobs"
+	@echo
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: ## make .venv with everything the demo and the tests need, and Debian packages where possible
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/setup.sh
+
+demo: setup ## a whole RL run on a real Slurm cluster in a private folder, cut once, resumed by itself (SEED=0)
+	@$(PY) -m tools.demo --seed $(SEED)
+
+test: setup ## all tests that run without a GPU, the real Slurm box and MPI included
+	@$(PY) -m pytest -m "not gpu"
+
+test-fast: setup ## only the tests without Slurm, MPI and long runs
+	@$(PY) -m pytest -q -m "not gpu and not slurm and not mpi and not slow"
+
+lint: ## ruff and shellcheck
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && shellcheck tools/setup.sh .ci/run
+
+types: ## strict type check
+	@$(VENV)/bin/mypy
+
+bench: setup ## benchmarks beside their peers (tools/bench_*.py)
+	@for b in tools/bench_*.py; do [ -e "$$b" ] || { echo "no benchmarks yet"; break; }; $(PY) "$$b" || exit 1; done
+
+box-up: setup ## bring the private Slurm cluster up
+	@$(PY) -m tools.slurm_box up --root $(BOX_ROOT)
+
+box-down: ## end the private Slurm cluster
+	@$(PY) -m tools.slurm_box down --root $(BOX_ROOT)
+
+clean: ## remove caches and the virtual environment; runs/ stays
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

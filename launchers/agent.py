@@ -1,0 +1,90 @@
+"""Started by srun on every node: the agent of one role (ARCHITECTURE.md 2)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from miles_hpc.core import env, exits
+from miles_hpc.core.errors import DeadlineExpired, FencedError, UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="agent", description=__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--role", required=True, choices=("trainer", "rollout", "sandbox"))
+    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--incarnation", required=True, type=int)
+    parser.add_argument("--host", default="", help="name of this host; default: Slurm's")
+    parser.add_argument("--host-prefix", default="", help="without Slurm: the host is the prefix and the rank plus one")
+    args = parser.parse_args()
+
+    from miles_hpc.control.agent import Agent, AgentApp, AgentIdentity
+    from miles_hpc.control.auth import load_secret
+    from miles_hpc.core.load import load_prepared
+    from miles_hpc.core.paths import RunPaths
+
+    try:
+        paths = RunPaths(args.run_dir.resolve())
+        run, site = load_prepared(paths.root)
+        secret = load_secret(paths.secret)
+        rank = env.read("PMI_RANK") if args.host_prefix else env.read("SLURM_PROCID")
+        host = args.host or (f"{args.host_prefix}{rank + 1}" if args.host_prefix else env.read("SLURMD_NODENAME"))
+        if not host:
+            raise UserError("this host has no name: neither --host nor SLURMD_NODENAME is set")
+        name = f"trainer-{host}-{rank}" if args.role == "trainer" else f"{args.role}-{host}"
+        identity = AgentIdentity(
+            role=f"{args.role}-agent",
+            name=name,
+            host=host,
+            attempt=args.attempt,
+            incarnation=args.incarnation,
+            rank=rank,
+        )
+        interface = run.control.interface or site.interface
+        app: AgentApp
+        if args.role == "trainer":
+            from miles_hpc.trainer.agent_app import TrainerApp
+
+            app = TrainerApp(paths, identity)
+        elif args.role == "rollout":
+            from miles_hpc.rollout.agent_app import RolloutApp
+
+            app = RolloutApp(run, paths, identity, secret)
+        else:
+            from miles_hpc.rollout.agent_app import SandboxApp
+
+            app = SandboxApp(run, paths, identity, secret, interface)
+    except UserError as error:
+        print(f"agent: error: {error}", file=sys.stderr)
+        return exits.USER_ERROR
+    agent = Agent(identity, app, paths, run.control, secret)
+    try:
+        return asyncio.run(_until_terminated(agent))
+    except FencedError as error:
+        print(f"agent {name}: fenced: {error}", file=sys.stderr)
+        return exits.FENCED
+    except DeadlineExpired as error:
+        print(f"agent {name}: {error}", file=sys.stderr)
+        return exits.FAILED
+
+
+async def _until_terminated(agent) -> int:  # type: ignore[no-untyped-def]
+    """Run the agent; SIGTERM cancels it, so that its children end before it does."""
+    task = asyncio.ensure_future(agent.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

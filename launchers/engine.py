@@ -1,0 +1,136 @@
+"""Started by a host agent: one engine, served to that agent over a local transport.
+
+The address is published to --address-file once the model is built. The engine ends on SIGTERM, on a Shutdown message
+and when its parent dies, whichever comes first; it has nothing to save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_hpc.core import exits
+from miles_hpc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from miles_hpc.core.config import RunConfig
+    from miles_hpc.core.paths import RunPaths
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PARENT_CHECK_S = 1.0
+_LAST_RESORT_S = 10.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="engine", description=__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--term", required=True, type=int)
+    parser.add_argument("--name", required=True, help="unique within the run")
+    parser.add_argument("--host", default="", help="name of this host; default: the system's")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
+    parser.add_argument("--threads", default=1, type=int, help="CPU threads of tensor operations")
+    parser.add_argument("--address-file", required=True, type=Path)
+    args = parser.parse_args()
+    parent = os.getppid()
+    _end_with_parent(parent)
+
+    from miles_hpc.core.load import load_run
+    from miles_hpc.core.paths import RunPaths
+
+    try:
+        paths = RunPaths(args.run_dir.resolve())
+        return asyncio.run(_serve(args, load_run(paths.resolved_toml), paths, parent))
+    except UserError as error:
+        print(f"engine {args.name}: error: {error}", file=sys.stderr)
+        return exits.USER_ERROR
+
+
+async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, parent: int) -> int:
+    """Build the engine, listen, publish the address, and wait for one of the ends."""
+    from checkpoints.publish import publish_bytes
+    from miles_hpc.control.auth import load_secret
+    from miles_hpc.control.opening import open_transport
+    from miles_hpc.core.registry import resolve
+    from miles_hpc.core.transport import Credentials, Endpoint, PeerIdentity
+    from miles_hpc.rollout.engine import EngineSpec
+    from miles_hpc.rollout.engine_server import EngineServer
+
+    secret = load_secret(paths.secret)
+
+    def credentials(term: int) -> Credentials:
+        identity = PeerIdentity(
+            role="engine",
+            name=args.name,
+            host=args.host or socket.gethostname(),
+            pid=os.getpid(),
+            attempt=args.attempt,
+            term=term,
+        )
+        return Credentials(secret=secret, identity=identity)
+
+    async def connect(address: str, deadline_s: float) -> Endpoint:
+        transport = open_transport(run.control.transport, credentials(server.newest_term))
+        return await transport.connect(address, deadline_s=deadline_s)
+
+    engine = resolve("engine", run.rollout.engine)(
+        EngineSpec(
+            name=args.name,
+            model_path=_model_path(run, paths),
+            connect=connect,
+            slots=run.rollout.slots_per_engine,
+            max_length=run.rollout.max_trajectory_tokens,
+            dtype=run.model.dtype,
+            device=args.device,
+            threads=args.threads,
+            experts_implementation=run.model.experts_implementation,
+        )
+    )
+    server = EngineServer(engine, term=args.term)
+    listener = await server.listen(open_transport("tcp", credentials(args.term)))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stopped.set)
+    publish_bytes(args.address_file, listener.address.encode(), durable=False)
+    while not server.stopped.is_set() and os.getppid() == parent:
+        try:
+            await asyncio.wait_for(server.stopped.wait(), _PARENT_CHECK_S)
+        except TimeoutError:
+            pass
+    _end_soon()
+    await listener.close()
+    await engine.close()
+    return 0
+
+
+def _model_path(run: RunConfig, paths: RunPaths) -> Path:
+    """The run directory's copy of the model's description, else what the run file names."""
+    if (paths.model / "config.json").is_file() or not run.model.path:
+        return paths.model
+    return Path(run.model.path)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGTERM when the parent dies (prctl(2)), and notice a death that came before."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_soon() -> None:
+    """A device that hangs must not keep the process: end hard if closing takes too long."""
+    timer = threading.Timer(_LAST_RESORT_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

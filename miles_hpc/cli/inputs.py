@@ -1,0 +1,93 @@
+"""What commands are given: a run file or recipe, a site, a run directory."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+import miles_hpc.recipes
+from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
+from miles_hpc.cluster.site import site_folders, site_name, template_folders
+from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.errors import UserError
+from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
+from miles_hpc.core.paths import RunPaths
+
+__all__ = ["RunInputs", "check_model", "find_run_dir", "find_run_file", "materialise_model", "read_inputs", "render"]
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A validated run on its site, and where it goes."""
+
+    run: RunConfig
+    site: SiteConfig
+    paths: RunPaths
+    source: str  # the run file's text
+
+
+def find_run_file(text: str) -> Path:
+    """A path to a run file, or the name of a recipe that ships with the project."""
+    if Path(text).is_file():
+        return Path(text)
+    recipes = {path.stem: path for path in Path(miles_hpc.recipes.__path__[0]).glob("*.toml")}
+    if text in recipes:
+        return recipes[text]
+    near = get_close_matches(text, recipes, 1)
+    hint = f": did you mean '{near[0]}'?" if near else f"; recipes are {', '.join(sorted(recipes)) or 'none'}"
+    raise UserError(f"{text}: no such run file or recipe{hint}")
+
+
+def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInputs:
+    """Run file, overrides, site and run directory of a command, validated. Reads only."""
+    file = find_run_file(args.run)
+    run = with_absolute_paths(load_run(file, args.set), Path.cwd())
+    name = site_name(args.site, run) or default_site
+    site = load_site(name, site_folders())
+    run_dir = Path(args.run_dir or run.run_dir or f"runs/{run.name}").expanduser()
+    paths = RunPaths(Path.cwd() / run_dir)
+    run = msgspec.structs.replace(run, site=site.name, run_dir=str(paths.root))
+    validate(run, site)
+    return RunInputs(run=run, site=site, paths=paths, source=file.read_text())
+
+
+def render(run: RunConfig, site: SiteConfig, paths: RunPaths) -> tuple[HetJobPlan, str]:
+    """The plan and the text of the batch job. Raises UserError for a site without Slurm."""
+    from miles_hpc.cluster.render import render_job
+
+    if site.scheduler == "none":
+        raise UserError(f"site '{site.name}' has no scheduler: choose another with --site, or use 'miles-hpc local'")
+    plan = plan_job(run, site, paths)
+    return plan, render_job(plan, template_folders())
+
+
+def find_run_dir(text: str) -> RunPaths:
+    """The run directory that a path, run file or recipe means. Raises UserError when there is none."""
+    if Path(text).is_dir():
+        paths = RunPaths(Path(text).absolute())
+    else:
+        run = load_run(find_run_file(text))
+        paths = RunPaths(Path.cwd() / Path(run.run_dir or f"runs/{run.name}").expanduser())
+    if not paths.identity.is_file():
+        raise UserError(f"{paths.root} is not a run directory: identity.json is missing; 'miles-hpc submit' makes one")
+    return paths
+
+
+def check_model(run: RunConfig) -> None:
+    """Make the model folder somewhere else first: what is wrong with it shows before the run directory is written."""
+    from miles_hpc.rollout.session.tokenizer import write_model_folder
+
+    with tempfile.TemporaryDirectory(prefix="miles-hpc-") as folder:
+        write_model_folder(run, Path(folder) / "model")
+
+
+def materialise_model(run: RunConfig, paths: RunPaths) -> None:
+    """Write config, tokenizer and chat template into <run_dir>/model, as every role reads them."""
+    from miles_hpc.rollout.session.tokenizer import write_model_folder
+
+    write_model_folder(run, paths.model)

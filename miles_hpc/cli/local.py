@@ -1,0 +1,33 @@
+"""miles-hpc local: prepare the run directory, then become launchers.local, which starts every role here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from miles_hpc.cli.inputs import check_model, materialise_model, read_inputs
+from miles_hpc.cluster.site import role_environment, source_root
+from miles_hpc.cluster.submit import check_owner, prepare
+from miles_hpc.core.errors import UserError
+
+__all__ = ["main"]
+
+
+def main(args: argparse.Namespace) -> int:
+    args.site = args.site or "laptop"
+    inputs = read_inputs(args)
+    if inputs.site.scheduler != "none":
+        raise UserError(f"site '{inputs.site.name}' has a scheduler: use 'miles-hpc submit', or leave --site out")
+    check_owner(inputs.run, inputs.paths)
+    check_model(inputs.run)
+    prepare(inputs.run, inputs.site, inputs.paths, source=inputs.source, materialise=materialise_model)
+    root = source_root()
+    import_path = [*([str(root)] if root is not None else []), *inputs.run.python_path]
+    environment = {**os.environ, **role_environment(inputs.site, nodes=1), "PYTHONSAFEPATH": "1"}
+    if import_path:
+        environment["PYTHONPATH"] = ":".join(import_path)
+    sys.stdout.flush()
+    # A program of the layer above is started, not imported.
+    command = [sys.executable, "-P", "-m", "launchers.local", "--run-dir", str(inputs.paths.root)]
+    os.execve(command[0], command, environment)

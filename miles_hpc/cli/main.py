@@ -1,0 +1,102 @@
+"""miles-hpc: the command line. Commands import what they need when they run, so that --help is quick.
+
+Exit codes: 0 done, 1 something failed, 2 bad input (one line on stderr, nothing written), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from miles_hpc.core import env, exits
+from miles_hpc.core.errors import MilesError, UserError
+from miles_hpc.core.version import __version__
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        module = importlib.import_module(f"miles_hpc.cli.{args.module}")
+        return int(module.main(args) or 0)
+    except MilesError as error:
+        if env.read("MILES_HPC_DEBUG"):
+            raise
+        print(f"miles-hpc: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return exits.USER_ERROR if isinstance(error, UserError) else 1
+    except OSError as error:
+        if env.read("MILES_HPC_DEBUG"):
+            raise
+        print(f"miles-hpc: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miles-hpc",
+        description="Reinforcement-learning post-training of large language models as Slurm batch jobs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"miles-hpc {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = _run_command(commands, "render", "print the batch script of a run")
+    command = _run_command(commands, "submit", "prepare the run directory and submit the job")
+    command.add_argument("--dry-run", action="store_true", help="check everything, write and submit nothing")
+    command.add_argument("--watch", action="store_true", help="follow the run after submitting")
+    command = _run_command(commands, "local", "run on this machine without Slurm")
+
+    command = _dir_command(commands, "status", "where a run stands")
+    command = _dir_command(commands, "watch", "follow a run live")
+    command.add_argument("--once", action="store_true", help="draw one picture and return")
+    command = _dir_command(commands, "report", "write report.html and report.png into the run directory")
+    command = _dir_command(commands, "cancel", "end a run's job")
+    command = _dir_command(commands, "resume", "submit the next allocation of a run that ended")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="for example job.time=04:00:00"
+    )
+    command.add_argument("--watch", action="store_true", help="follow the run after submitting")
+
+    command = commands.add_parser("sites", help="site files: list them, show one, check one against the cluster")
+    command.set_defaults(module="sites")
+    command.add_argument("action", choices=["list", "show", "check"])
+    command.add_argument("site", nargs="?", default="", help="name of the site (show, check)")
+
+    command = commands.add_parser("doctor", help="versions, and what was found on this machine")
+    command.set_defaults(module="doctor")
+    return parser
+
+
+def _run_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(module=name)
+    command.add_argument("run", metavar="RUN.toml", help="a run file, or the name of a recipe")
+    command.add_argument(
+        "--site", default="", help="name or path of a site file; default: MILES_HPC_SITE, the run file's"
+    )
+    command.add_argument("--run-dir", default="", help="default: the run file's run_dir, or runs/<name>")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="for example rollout.n_steps=20"
+    )
+    return command
+
+
+def _dir_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(module={"watch": "follow", "report": "follow"}.get(name, name))
+    command.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, or the run file or recipe it came from")
+    return command
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""What to ask Slurm for: a pure function from run, site and run directory to a frozen plan.
+
+    component 0  trainer   the batch script (supervisor, controller) runs on its first node
+    component 1  rollout
+    component 2  sandbox   left out when groups.sandbox.nodes = 0
+
+Partition, nodes, constraint, gres, exclusive and others don't carry over from one component to the next, and what
+does carry over differs between Slurm versions: so every component states everything. Each has its own job name,
+because --dependency=singleton makes components of one name wait for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_hpc.cluster.site import role_environment, role_python, source_root
+from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
+from miles_hpc.core.errors import UserError
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.validate import partition_of
+
+__all__ = ["ROLES", "HetComponent", "HetJobPlan", "gpu_option", "job_roles", "plan_job"]
+
+#: Roles with nodes of their own, in the order of the job's components.
+ROLES = ("trainer", "rollout", "sandbox")
+
+
+@dataclass(frozen=True)
+class HetComponent:
+    """One component of the het job. "" and None mean: not asked for."""
+
+    role: str
+    name: str
+    partition: str
+    nodes: int
+    ntasks: int
+    ntasks_per_node: int
+    cpus_per_task: int
+    gpus: str  # "--gres=gpu:h100:8" or "--gpus-per-node=8"
+    constraint: str
+    mem: str
+    time: str
+    extra: tuple[str, ...]  # further options, each stated as it is
+
+    @property
+    def directives(self) -> tuple[str, ...]:
+        """Every option of this component as sbatch reads it."""
+        optional = (
+            self.gpus,
+            f"--constraint={_quoted(self.constraint)}" if self.constraint else "",
+            f"--mem={self.mem}" if self.mem else "",
+        )
+        return (
+            f"--job-name={self.name}",
+            f"--partition={self.partition}",
+            f"--nodes={self.nodes}",
+            f"--ntasks={self.ntasks}",
+            f"--ntasks-per-node={self.ntasks_per_node}",
+            f"--cpus-per-task={self.cpus_per_task}",
+            *(option for option in optional if option),
+            f"--time={self.time}",
+            *self.extra,
+        )
+
+
+@dataclass(frozen=True)
+class HetJobPlan:
+    """One batch job."""
+
+    run_name: str
+    run_dir: Path
+    components: tuple[HetComponent, ...]
+    python: str  # of the supervisor and the controller
+    exports: dict[str, str]  # for the batch script and everything below it
+    modules: tuple[str, ...]
+
+
+def job_roles(run: RunConfig) -> tuple[str, ...]:
+    """Roles that have a component, in order; the index is the het group."""
+    return tuple(role for role in ROLES if getattr(run.groups, role).nodes > 0)
+
+
+def gpu_option(site: SiteConfig, partition: SitePartition, gpus_per_node: int) -> str:
+    """The one form of GPU request that the site accepts; "" when no GPUs are asked for or the node implies them."""
+    if gpus_per_node == 0 or site.gpu_request == "none":
+        return ""
+    kind = f"{partition.gres}:" if partition.gres else ""
+    if site.gpu_request == "gres":
+        return f"--gres=gpu:{kind}{gpus_per_node}"
+    return f"--gpus-per-node={kind}{gpus_per_node}"
+
+
+def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
+    """The plan of one batch job. `run` and `site` have passed `validate`; raises UserError for paths sbatch can't take.
+
+    `paths` is absolute: the job starts in the run directory whatever the submitting shell's folder was.
+    """
+    common = [
+        f"--output={_quoted(str(paths.attempts / 'slurm-%A.out'), percent=True)}",
+        f"--chdir={_quoted(str(paths.root))}",
+        "--open-mode=append",
+        "--requeue" if site.requeue else "--no-requeue",
+        f"--signal=B:USR1@{run.job.signal_s}",
+    ]
+    common += [f"--account={run.job.account}"] if run.job.account else []
+    common += [f"--qos={run.job.qos}"] if run.job.qos else []
+    common += [*site.directives, *run.job.extra_directives]
+    components = []
+    for role in job_roles(run):
+        group: GroupConfig = getattr(run.groups, role)
+        partition = partition_of(site, role, group)
+        if partition is None:
+            raise UserError(f"groups.{role}: site '{site.name}' has no partition for role '{role}'")
+        ranks = group.ranks_per_node if role == "trainer" else 1
+        components.append(
+            HetComponent(
+                role=role,
+                name=f"{run.name}-{role}",
+                partition=partition.name,
+                nodes=group.nodes,
+                ntasks=group.nodes * ranks,
+                ntasks_per_node=ranks,
+                cpus_per_task=group.cpus_per_task,
+                gpus=gpu_option(site, partition, group.gpus_per_node),
+                constraint=group.constraint or partition.constraint,
+                mem=group.mem,
+                time=run.job.time,
+                extra=tuple(common),
+            )
+        )
+    return HetJobPlan(
+        run_name=run.name,
+        run_dir=paths.root,
+        components=tuple(components),
+        python=role_python(run, site, "controller"),
+        exports=_exports(run, site),
+        modules=tuple(site.modules),
+    )
+
+
+def _exports(run: RunConfig, site: SiteConfig) -> dict[str, str]:
+    """PYTHONSAFEPATH: a run folder named like one of our packages must not shadow it, in children either."""
+    root = source_root()
+    import_path = [*([str(root)] if root is not None else []), *run.python_path]
+    nodes = max(getattr(run.groups, role).nodes for role in job_roles(run))
+    exports = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **role_environment(site, nodes=nodes)}
+    if import_path:
+        exports["PYTHONPATH"] = ":".join(import_path)
+    if site.proxy:
+        exports |= {name: site.proxy for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    return exports
+
+
+def _quoted(text: str, *, percent: bool = False) -> str:
+    """A directive's value; sbatch takes double quotes. `percent` allows file name patterns such as %A."""
+    if re.search(r'["\\\n]', text) or ("%" in text.replace("%A", "") and percent):
+        raise UserError(f"'{text}': sbatch can't take this path: expected no quotes, backslashes, '%' or line breaks")
+    return text if re.match(r"[A-Za-z0-9_./:@,=+%&|*()\[\]-]*\Z", text) and "&" not in text else f'"{text}"'

@@ -1,0 +1,62 @@
+"""Where the data folders lie, which site a command means, and what a role gets from its site."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from miles_hpc.core import env
+from miles_hpc.core.config import RunConfig, SiteConfig
+
+__all__ = [
+    "data_folder",
+    "role_environment",
+    "role_python",
+    "site_folders",
+    "site_name",
+    "source_root",
+    "template_folders",
+]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def source_root() -> Path | None:
+    """The repository when the package runs from a source tree; None when it is installed."""
+    root = _PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "site_configs").is_dir() else None
+
+
+def data_folder(kind: str) -> Path:
+    """The project's own folder of `kind`, sbatch or site_configs: in the source tree, or inside the wheel."""
+    root = source_root()
+    return root / kind if root is not None else _PACKAGE / "_data" / kind
+
+
+def site_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """Folders with site files, in the order of search: MILES_HPC_SITES, the user's own, the project's."""
+    own = env.read("MILES_HPC_SITES", environ)
+    folders = [Path(own).expanduser()] if own else []
+    return [*folders, Path("~/.config/miles_hpc/sites").expanduser(), data_folder("site_configs")]
+
+
+def template_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """Folders with job templates, in the order of search."""
+    own = env.read("MILES_HPC_TEMPLATES", environ)
+    return [*([Path(own).expanduser()] if own else []), data_folder("sbatch")]
+
+
+def site_name(option: str, run: RunConfig, environ: Mapping[str, str] | None = None) -> str:
+    """The site that is meant: the command's option, else MILES_HPC_SITE, else the run file's; "" when none says."""
+    return option or str(env.read("MILES_HPC_SITE", environ)) or run.site
+
+
+def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
+    """The interpreter of a role: the run file's, else the site's, else this one."""
+    return str(getattr(run.python, role) or getattr(site.python, role) or sys.executable)
+
+
+def role_environment(site: SiteConfig, *, nodes: int) -> dict[str, str]:
+    """Variables that the site wants for a role which spans `nodes` nodes."""
+    return {**site.env, **(site.env_multi_node if nodes > 1 else {})}

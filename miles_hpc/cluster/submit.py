@@ -1,0 +1,224 @@
+"""From a valid run to a submitted job: look first, then write the run directory, then hand the script to Slurm.
+
+    check_owner  whose directory is it?         reads only
+    check_job    would Slurm take the job?      reads only (preflight)
+    prepare      identity, secret, configs, job text, model folder
+    submit       sbatch, job.json
+
+Nothing is written before both checks have passed. A run that is submitted again continues in its directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tomllib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from checkpoints.publish import publish_bytes
+from miles_hpc.cluster.preflight import Scheduler
+from miles_hpc.cluster.slurm import ComponentState
+from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.errors import UserError
+from miles_hpc.core.load import resolved_toml
+from miles_hpc.core.paths import RunPaths
+
+__all__ = [
+    "SubmittingScheduler",
+    "check_idle",
+    "check_owner",
+    "config_digest",
+    "prepare",
+    "read_job",
+    "submit_prepared",
+]
+
+#: Keys that may change from one submission of a run to the next: they don't decide what is computed.
+_MAY_CHANGE = (
+    "job",
+    "control",
+    "checkpoint",
+    "eval",
+    "python",
+    "python_path",
+    "run_dir",
+    "site",
+    "groups.rollout",
+    "groups.sandbox",
+    "rollout.n_steps",
+)
+
+
+class SubmittingScheduler(Scheduler, Protocol):
+    """The part of `Slurm` that submission needs."""
+
+    def components(self, job_id: int) -> list[ComponentState]: ...
+
+    def submit(self, script: str | Path, *, dependency: str = "") -> int: ...
+
+
+def config_digest(run: RunConfig) -> str:
+    """SHA-256 over what makes two submissions the same run, as hex."""
+    fixed = {key: value for key, value in _flat(run).items() if not _may_change(key)}
+    return sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_owner(run: RunConfig, paths: RunPaths) -> bool:
+    """Whether the directory already holds this run. Raises UserError when it belongs to another, or isn't ours."""
+    root = paths.root
+    if root.exists() and not root.is_dir():
+        raise UserError(f"run directory {root}: is a file, expected a folder or nothing")
+    if not root.exists() or not any(root.iterdir()):
+        return False
+    if not paths.identity.is_file():
+        raise UserError(f"run directory {root}: is not empty and has no identity.json: choose another with --run-dir")
+    try:
+        identity = json.loads(paths.identity.read_bytes())
+        owner, digest = identity["run"], identity["config_digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{paths.identity}: can't be read ({error}): choose another directory with --run-dir"
+        ) from error
+    if owner != run.name:
+        raise UserError(
+            f"run directory {root}: belongs to run '{owner}', not '{run.name}': choose another with --run-dir"
+        )
+    if digest != config_digest(run):
+        raise UserError(
+            f"run directory {root}: belongs to run '{owner}' with another configuration"
+            f"{_difference(run, paths)}: set it back, or choose another with --run-dir"
+        )
+    return True
+
+
+def check_idle(paths: RunPaths, slurm: SubmittingScheduler) -> None:
+    """Raise UserError while an earlier submission of this run is still queued or running."""
+    job_id = read_job(paths)
+    active = [c for c in slurm.components(job_id) if c.active] if job_id is not None else []
+    if active:
+        raise UserError(
+            f"run directory {paths.root}: job {job_id} of this run is {active[0].state}: "
+            "wait for it, or end it with 'miles-hpc cancel'"
+        )
+
+
+def prepare(
+    run: RunConfig,
+    site: SiteConfig,
+    paths: RunPaths,
+    *,
+    source: str,
+    job_text: str = "",
+    materialise: Callable[[RunConfig, RunPaths], None] | None = None,
+) -> None:
+    """Write the run directory. Call after the checks; `source` is the run file's text, "" keeps the one there.
+
+    `materialise` writes the model folder that every role reads; it is called last.
+    """
+    paths.root.mkdir(parents=True, exist_ok=True)
+    paths.attempts.mkdir(exist_ok=True)  # sbatch's output goes there, and Slurm makes no folders
+    _claim(run, paths)
+    _write_secret(paths.secret)
+    texts = {paths.run_toml: source, paths.job_script: job_text}
+    texts |= {paths.resolved_toml: resolved_toml(run), paths.site_toml: resolved_toml(site)}
+    for path, text in texts.items():
+        if text:
+            publish_bytes(path, text.encode())
+    if materialise is not None:
+        materialise(run, paths)
+
+
+def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler, *, dependency: str = "") -> int:
+    """Submit job.sbatch of a prepared directory and note the job in job.json. Returns the leader's id."""
+    job_id = slurm.submit(paths.job_script, dependency=dependency)
+    earlier = read_job(paths)
+    previous = [*_job_file(paths).get("previous", []), *([earlier] if earlier is not None else [])]
+    note = {"job_id": job_id, "submitted": _now(), "previous": previous}
+    publish_bytes(paths.job, (json.dumps(note, indent=2) + "\n").encode())
+    return job_id
+
+
+def read_job(paths: RunPaths) -> int | None:
+    """The leader's id of the latest submission; None when there was none."""
+    job_id = _job_file(paths).get("job_id")
+    return job_id if isinstance(job_id, int) else None
+
+
+def _job_file(paths: RunPaths) -> dict[str, Any]:
+    try:
+        note = json.loads(paths.job.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{paths.job}: expected JSON: {error}") from error
+    return note if isinstance(note, dict) else {}
+
+
+def _claim(run: RunConfig, paths: RunPaths) -> None:
+    """identity.json appears once and whole: of two submissions at the same moment one gets the directory."""
+    identity = {"run": run.name, "config_digest": config_digest(run), "created": _now()}
+    temporary = paths.identity.with_name(f".identity.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(identity, indent=2) + "\n")
+    try:
+        os.link(temporary, paths.identity)
+    except FileExistsError:
+        check_owner(run, paths)
+    finally:
+        temporary.unlink()
+
+
+def _write_secret(path: Path) -> None:
+    """256 bits as hex, readable by the owner only; kept when it is there."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(fd, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _flat(run: RunConfig) -> dict[str, Any]:
+    """Dotted keys to values; lists and empty tables are values."""
+    flat: dict[str, Any] = {}
+
+    def walk(table: dict[str, Any], prefix: str) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                walk(value, f"{prefix}{key}.")
+            else:
+                flat[f"{prefix}{key}"] = value
+
+    walk(tomllib.loads(resolved_toml(run)), "")
+    return flat
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in _MAY_CHANGE)
+
+
+def _difference(run: RunConfig, paths: RunPaths) -> str:
+    """The first key whose change isn't allowed, as text for an error."""
+    try:
+        old = _flat_file(paths.resolved_toml)
+    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError):
+        return ""
+    new = _flat(run)
+    for key in sorted(old.keys() | new.keys()):
+        if not _may_change(key) and old.get(key) != new.get(key):
+            return f" ({key}: {old.get(key)!r} there, {new.get(key)!r} here)"
+    return ""
+
+
+def _flat_file(path: Path) -> dict[str, Any]:
+    return _flat(msgspec.convert(tomllib.loads(path.read_text()), RunConfig))

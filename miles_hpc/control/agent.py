@@ -1,0 +1,197 @@
+"""The agent: one torch-free process per node (per rank in the trainer group); it owns the heavy ones and holds a lease.
+
+                  ┌───────────── controller found within the lease ────────────┐
+                  ▼                                                            │
+    find controller ─▶ connect ─▶ app.joined ─▶ heartbeat, renews the lease ─▶ lost ─▶ lease over ─▶ app.close, exit
+
+| who waits | for whom | bound |
+|---|---|---|
+| agent at its start | controller's address | start_deadline_s |
+| agent after a loss | the same or a newer controller | lease_s since the last answered heartbeat |
+| controller | agent's heartbeat | lost_after_s |
+
+The children of an agent never outlive it (`children.py`), and an agent never outlives its lease, so a node that was cut
+off falls silent by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from miles_hpc.control.membership import ServiceAddress, find_controller, wait_for_controller
+from miles_hpc.control.opening import open_transport
+from miles_hpc.core.config import ControlConfig
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, MilesError, PeerLost, RemoteError
+from miles_hpc.core.messages import Ack, Heartbeat, Message, Shutdown
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.telemetry import EventLog
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+
+__all__ = ["Agent", "AgentApp", "AgentIdentity"]
+
+
+@dataclass(frozen=True)
+class AgentIdentity:
+    """What an agent is told on its command line."""
+
+    role: str
+    name: str
+    host: str
+    attempt: int
+    incarnation: int
+    rank: int = 0
+
+    def peer(self, term: int) -> PeerIdentity:
+        return PeerIdentity(
+            role=self.role,
+            name=self.name,
+            host=self.host,
+            pid=os.getpid(),
+            attempt=self.attempt,
+            term=term,
+            incarnation=self.incarnation,
+            rank=self.rank,
+        )
+
+
+class AgentApp(ABC):
+    """What a role does on its node. All methods run in the agent's event loop."""
+
+    #: Set by the app when it can't go on; the agent then ends with this exit code.
+    failed: asyncio.Future[int]
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start children; must not wait long for them."""
+
+    @abstractmethod
+    async def joined(self, endpoint: Endpoint, term: int) -> None:
+        """A controller of `term` accepted this agent. State of older terms is forgotten."""
+
+    @abstractmethod
+    async def left(self) -> None:
+        """The controller was lost; it may come back within the lease."""
+
+    @abstractmethod
+    async def handle(self, message: Message, payload: memoryview) -> HandlerResult:
+        """A message of the controller."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all children and free everything; called on every way out."""
+
+    def children(self) -> tuple[str, ...]:
+        """Names of the living children, for heartbeats."""
+        return ()
+
+
+class Agent:
+    """Runs an app under a lease. `run` returns the process's exit code."""
+
+    def __init__(
+        self, identity: AgentIdentity, app: AgentApp, paths: RunPaths, control: ControlConfig, secret: bytes
+    ) -> None:
+        self._identity = identity
+        self._app = app
+        self._paths = paths
+        self._control = control
+        self._secret = secret
+        self._events = EventLog(paths.events, identity.name, attempt=identity.attempt)
+        self._shutdown = asyncio.Event()
+        self._renewed = time.monotonic()
+
+    async def run(self) -> int:
+        """Serve until told to shut down (0), until the app fails (its code), or until the lease is over (1)."""
+        self._app.failed = asyncio.get_running_loop().create_future()
+        service = asyncio.create_task(self._serve())
+        try:
+            await self._app.start()
+            done, _ = await asyncio.wait({service, self._app.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if service in done:
+                return service.result()
+            return self._app.failed.result()
+        except FencedError as error:
+            self._events.verdict("fenced", peer=self._identity.name, evidence=str(error))
+            raise
+        finally:
+            service.cancel()
+            await asyncio.gather(service, return_exceptions=True)
+            await self._app.close()
+            self._events.close()
+
+    async def _serve(self) -> int:
+        deadline = Deadline(self._control.start_deadline_s, "waiting for the controller's address")
+        term = 0
+        while True:
+            address = await self._find(term, deadline)
+            try:
+                endpoint = await self._connect(address, deadline)
+            except (PeerLost, AuthenticationError, DeadlineExpired):
+                deadline.check()
+                await asyncio.sleep(0.2)
+                continue
+            term = address.term
+            self._events.term = term
+            self._renewed = time.monotonic()
+            reason = await self._stay(endpoint, term)
+            await self._app.left()
+            if self._shutdown.is_set():
+                return 0
+            self._events.verdict("controller_lost", peer="controller", evidence=reason)
+            left = self._control.lease_s - (time.monotonic() - self._renewed)
+            deadline = Deadline(max(0.5, left), f"lease of {self._identity.name}: waiting for a controller")
+
+    async def _find(self, term: int, deadline: Deadline) -> ServiceAddress:
+        """The controller of a term not older than `term`: after a loss the same one may still be there."""
+        return await wait_for_controller(self._paths, self._identity.attempt, newer_than=term - 1, deadline=deadline)
+
+    async def _connect(self, address: ServiceAddress, deadline: Deadline) -> Endpoint:
+        transport = open_transport(
+            self._control.transport, Credentials(self._secret, self._identity.peer(address.term))
+        )
+        limit = min(self._control.connect_deadline_s, max(0.5, deadline.remaining_s))
+        return await transport.connect(address.address, self._handle, deadline_s=limit)
+
+    async def _stay(self, endpoint: Endpoint, term: int) -> str:
+        """Heartbeat until the endpoint is lost or a newer term exists; returns why."""
+        try:
+            await self._app.joined(endpoint, term)
+            while not endpoint.closed.is_set() and not self._shutdown.is_set():
+                await endpoint.call(Heartbeat(children=self._app.children()), deadline_s=self._control.lost_after_s)
+                self._renewed = time.monotonic()
+                newest = find_controller(self._paths, self._identity.attempt)
+                if newest is not None and newest.term > term:
+                    await endpoint.close(f"term {newest.term} was claimed")
+                    return f"term {newest.term} was claimed"
+                await self._pause(endpoint, self._control.heartbeat_interval_s)
+            return endpoint.close_reason or "shut down"
+        except FencedError:
+            raise
+        except RemoteError as error:
+            if error.kind == "FencedError":
+                raise FencedError(error.text) from error
+            return str(error)
+        except MilesError as error:
+            return str(error)
+        finally:
+            await endpoint.close("agent left")
+
+    async def _pause(self, endpoint: Endpoint, seconds: float) -> None:
+        """Sleep, but wake up when the endpoint is lost or a shutdown arrived."""
+        waits = [asyncio.create_task(endpoint.closed.wait()), asyncio.create_task(self._shutdown.wait())]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
+        if isinstance(message, Shutdown):
+            self._shutdown.set()
+            return Ack()
+        return await self._app.handle(message, payload)

@@ -1,0 +1,527 @@
+"""One term of the run: from a start plan to the end of the run, of the allocation, or of the trainer.
+
+    gather roles ─▶ LoadState ─▶ warm start ─▶ weights to engines ─▶ evaluate ─▶ ┌─ next batch ◀── buffer ◀── GroupDone
+                                                                                 │  TrainStep
+                                                                                 │  StageWeights ─▶ fleet (per engine)
+                                                                                 └─ every N steps: save
+| task | waits for | ended by |
+|---|---|---|
+| main | batch, trainer's answers | steps done, AllocationEnds, TrainerLost |
+| producer | credits, free slots | end of the term |
+| one per engine (fleet) | its sync | newer version, loss |
+| handlers | journal, before they acknowledge | |
+
+Only the controller writes the journal and publishes manifests; both ask the fence first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
+from miles_hpc.controller.dispatch import Dispatcher
+from miles_hpc.controller.durable import DurableJournal
+from miles_hpc.controller.engines import EngineFleet, Probe
+from miles_hpc.controller.measure import batch_metrics, eval_summary, sync_metrics
+from miles_hpc.controller.members import TRAINER_RANK0, Members
+from miles_hpc.controller.recovery import StartPlan
+from miles_hpc.controller.saving import Checkpoints
+from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
+from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, PeerLost, ProtocolError, RemoteError
+from miles_hpc.core.messages import (
+    Ack,
+    CheckpointWritten,
+    ChildEvent,
+    GroupDone,
+    GroupFailed,
+    HostStatus,
+    LoadState,
+    Message,
+    RestartHost,
+    RestartRole,
+    ScoreTokens,
+    StageWeights,
+    TrainerReady,
+    TrainStep,
+    WeightsStaged,
+)
+from miles_hpc.core.messages import (
+    StepDone as StepReply,
+)
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.telemetry import EventLog
+from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity, Reply
+from miles_hpc.core.types import GroupPurpose, WeightVersion
+from miles_hpc.dataflow.advantage import group_advantages
+from miles_hpc.dataflow.buffer import Batch, GroupBuffer
+from miles_hpc.dataflow.packing import TrainItem, plan_batch, train_items
+from miles_hpc.dataflow.source import PromptSource
+
+__all__ = ["AllocationEnds", "TermLoop", "TrainerLost"]
+
+M = TypeVar("M", bound=Message)
+
+#: Seconds that the end of an allocation needs besides one step and one save: hanging up, ending the steps, requeueing.
+_END_MARGIN_S = 12.0
+_DRAIN_S = 5.0
+
+
+class TrainerLost(MilesError):
+    """The trainer's world is gone or unusable, and with it everything since the last checkpoint."""
+
+    def __init__(self, text: str, incarnation: int) -> None:
+        super().__init__(text)
+        self.incarnation = incarnation
+
+
+class AllocationEnds(MilesError):
+    """State is saved; the run goes on in the next allocation."""
+
+
+class TermLoop:
+    """See the module's picture."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        site: SiteConfig,
+        paths: RunPaths,
+        credentials: Credentials,
+        plan: StartPlan,
+        journal: JournalWriter,
+        events: EventLog,
+        *,
+        oldest_incarnation: dict[str, int],
+        ending: asyncio.Event,
+        remaining_s: Callable[[], float | None],
+    ) -> None:
+        self._run = run
+        self._paths = paths
+        self._plan = plan
+        self._events = events
+        self._ending = ending
+        self._remaining_s = remaining_s
+        self._term = credentials.identity.term
+        self._attempt = credentials.identity.attempt
+        self._step = plan.step
+        self._last_step = run.sft.steps + run.rollout.n_steps
+        self._evaluations = plan.evaluations
+        self._journal = DurableJournal(journal)
+        self._members = Members(
+            run,
+            site,
+            paths,
+            credentials,
+            events,
+            oldest_incarnation=oldest_incarnation,
+            on_message=self._on_message,
+            on_joined=lambda peer: None,
+            on_lost=self._on_lost,
+        )
+        self._fleet = EngineFleet(
+            self._members.endpoint, events, deadline_s=run.control.call_deadline_s, changed=self._members.touch
+        )
+        rollout = run.rollout
+        self._buffer = GroupBuffer(
+            batch_groups=rollout.rollout_batch_size,
+            max_admitted=round(rollout.max_admitted_batches * rollout.rollout_batch_size),
+            max_staleness=rollout.max_weight_staleness,
+            max_attempts=rollout.max_group_attempts,
+            formed_step=max(plan.step, run.sft.steps),  # the warm start forms no batches
+            term=self._term,
+            forks=plan.forks,
+        )
+        fresh = [g for g in plan.owned if self._buffer.staleness(g, plan.step) <= rollout.max_weight_staleness]
+        self._taken_over = tuple(fresh[: self._buffer.max_admitted])
+        self._source = PromptSource.resumed(plan.next_group_id, plan.pending, [g.group_id for g in self._taken_over])
+        self._dispatch = Dispatcher(run, self._fleet, self._members, self._buffer, self._source, self._journal, events)
+        self._checkpoints = Checkpoints(run, paths, plan, self._journal, events, term=self._term, attempt=self._attempt)
+        self._trainer_incarnation = 0
+        self._asked: set[asyncio.Task[Reply]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing = False
+        self._adopted = False
+        self._step_s = 0.0
+        self._trained_groups = plan.trained_groups
+
+    # ------------------------------------------------------------------------------------------ the term
+
+    async def run(self) -> None:
+        """Returns when the run is complete. Raises AllocationEnds, TrainerLost, FencedError, DeadlineExpired."""
+        main = asyncio.create_task(self._main())
+        over = False
+        try:
+            await asyncio.wait({main, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not main.done():
+                self._broken.result()
+            try:
+                main.result()
+                over = True
+            except AllocationEnds:
+                over = True
+                raise
+        finally:
+            self._closing = True
+            main.cancel()
+            self._dispatch.close()
+            self._fleet.close()
+            await self._members.close("the run ended" if over else "the term ended", shut_down=over)
+
+    async def _main(self) -> None:
+        run = self._run
+        await self._members.open()
+        await self._gather()
+        await self._load()
+        if self._step < run.sft.steps:
+            await self._warm_start()
+        await self._publish_weights()
+        if self._evaluations == 0 and run.eval.n_episodes:
+            await self._evaluate("before")
+            await self._save(wait=False)
+        await self._take_over()
+        self._events.note("phase", phase="rl", first_step=self._step + 1)
+        self._dispatch.start_producer(batches_left=lambda: self._last_step - self._buffer.formed_step)
+        while self._step < self._last_step:
+            await self._train_one_step()
+            if self._step % run.checkpoint.interval_steps == 0 and self._step < self._last_step:
+                await self._save(wait=False)
+        self._dispatch.close()
+        if self._evaluations <= 1 and run.eval.n_episodes:
+            await self._evaluate("after")
+        await self._save(wait=True)
+        await self._journal.append(RunCompleted(step=self._step))
+        self._events.note("run_complete", trained_groups=self._trained_groups, steps=self._step)
+
+    async def _gather(self) -> None:
+        """Wait for the trainer and for at least one engine; more may join later."""
+        deadline = Deadline(self._run.control.start_deadline_s, "waiting for the trainer and a rollout host")
+
+        def ready() -> bool:
+            return self._members.endpoint(TRAINER_RANK0) is not None and self._fleet.count > 0
+
+        with self._events.span("gather"):
+            await self._or_ending(self._members.wait(ready, deadline))
+
+    async def _load(self) -> None:
+        folder = "" if self._plan.checkpoint is None else self._paths.relative(self._plan.checkpoint)
+        deadline_s = self._run.control.start_deadline_s
+        with self._events.span("load"):
+            message = LoadState(checkpoint=folder, deadline_s=deadline_s)
+            ready, _ = await self._trainer(message, TrainerReady, deadline_s=deadline_s)
+        if ready.step != self._plan.step:
+            raise ProtocolError(f"the trainer loaded step {ready.step}; the manifest says {self._plan.step}")
+        self._world_size = ready.world_size
+        self._shape = ready.shape
+        self._events.note(
+            "run_start",
+            run=self._run.name,
+            n_steps=self._run.rollout.n_steps,
+            sft_steps=self._run.sft.steps,
+            rollout_batch_size=self._run.rollout.rollout_batch_size,
+            max_weight_staleness=self._run.rollout.max_weight_staleness,
+            n_parameters=ready.n_parameters,
+            world_size=ready.world_size,
+            step=self._step,
+        )
+
+    # ------------------------------------------------------------------------------------------ warm start
+
+    async def _warm_start(self) -> None:
+        """SFT on demonstrations that hosts play in real sandboxes; the data is drawn by the step alone."""
+        sft = self._run.sft
+        self._events.note("phase", phase="sft", first_step=self._step + 1)
+        with self._events.span("sft_data"):
+            wanted = self._dispatch.collect(GroupPurpose.DEMO, sft.n_demonstrations)
+            demos = await self._or_ending(wanted)
+        while self._step < sft.steps:
+            await self._check_allocation()
+            step = self._step + 1
+            chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, step, self._run.seed)]
+            items = [item for group in chosen for item in train_items(group, [1.0])]
+            await self._optimizer_step(step, "sft", items, sft_lr(sft, step), {})
+
+    # ------------------------------------------------------------------------------------------ RL
+
+    async def _train_one_step(self) -> None:
+        step = self._step + 1
+        started = time.monotonic()
+        with self._events.span("wait_batch", step=step):
+            batch = await self._next_batch()
+        waited_s = time.monotonic() - started
+        train = self._run.train
+        items: list[TrainItem] = []
+        for group in batch.groups:
+            rewards = [t.reward for t in group.trajectories]
+            advantages = group_advantages(
+                rewards, train.advantage_estimator, std_normalization=train.grpo_std_normalization
+            )
+            items += train_items(group, advantages)
+        values = batch_metrics(batch) | sync_metrics(self._fleet.take_records())
+        values["perf/wait_batch_time"] = waited_s
+        values["buffer/live"] = self._buffer.live
+        values["data/dropped_total"] = sum(self._buffer.dropped.values())
+        lr = rl_lr(train, step - self._run.sft.steps)
+        await self._optimizer_step(step, "grpo", items, lr, values, batch=batch, started=started)
+
+    async def _next_batch(self) -> Batch:
+        """The oldest groups that fit under the staleness cap; waits for them."""
+        deadline = Deadline(self._run.control.step_deadline_s, f"waiting for the batch of step {self._step + 1}")
+        while True:
+            await self._check_allocation()
+            self._dispatch.check()
+            batch, records = self._buffer.form_batch(WeightVersion(self._term, self._step))
+            for record in records:
+                reason = getattr(record, "reason", None)
+                if reason is not None:
+                    self._events.verdict("dropped", group_id=getattr(record, "group_id", None), reason=reason)
+            await self._journal.append(*records)
+            self._dispatch.wake()
+            if batch is not None:
+                return batch
+            deadline.check()
+            await self._dispatch.wait_owned(0.5)
+
+    async def _optimizer_step(
+        self,
+        step: int,
+        loss: str,
+        items: list[TrainItem],
+        lr: float,
+        values: dict[str, float],
+        *,
+        batch: Batch | None = None,
+        started: float | None = None,
+    ) -> None:
+        train = self._run.train
+        started = time.monotonic() if started is None else started
+        skip = loss == "grpo" and not train.entropy_coef and not (train.use_kl_loss and train.kl_loss_coef)
+        packed = plan_batch(
+            items,
+            n_ranks=self._world_size,
+            row_tokens=train.row_tokens,
+            max_tokens_per_microbatch=train.max_tokens_per_microbatch,
+            skip_zero_advantage=skip,
+        )
+        message = TrainStep(
+            step=step,
+            loss=loss,
+            lr=lr,
+            microbatches=packed.microbatches,
+            total_loss_tokens=packed.total_loss_tokens,
+            routing_replay=loss == "grpo" and self._run.rollout.routing_replay and self._shape.n_experts > 0,
+            deadline_s=self._run.control.step_deadline_s,
+        )
+        began = time.monotonic()
+        with self._events.span("train_step", step=step):
+            done, _ = await self._trainer(message, StepReply, deadline_s=message.deadline_s)
+        values["perf/train_time"] = time.monotonic() - began
+        self._step = step
+        if batch is not None:
+            await self._journal.append(StepDone(step=step, version=(self._term, step)))
+            self._trained_groups += len(self._buffer.trained(step))
+            began = time.monotonic()
+            await self._publish_weights()
+            values["perf/stage_time"] = time.monotonic() - began
+            self._dispatch.wake()
+        self._step_s = max(0.9 * self._step_s, time.monotonic() - started)
+        values |= done.metrics
+        values |= {f"perf/{name}": seconds for name, seconds in done.phases_s.items()}
+        values |= {
+            "train/lr": lr,
+            "perf/step_time": time.monotonic() - started,
+            "train/skipped_zero_advantage": packed.skipped,
+            "routing/replayed_positions": done.replayed_positions,
+            "routing/recorded_positions": done.recorded_positions,
+            "data/trained_groups_total": self._trained_groups,
+        }
+        self._events.metric(step, {k: round(float(v), 6) for k, v in values.items()})
+
+    async def _publish_weights(self) -> None:
+        """Stage the current weights, score the probe batch with them, and let the fleet follow."""
+        version = WeightVersion(self._term, self._step)
+        deadline_s = self._run.control.call_deadline_s
+        with self._events.span("stage", step=self._step):
+            message = StageWeights(version=version, deadline_s=deadline_s)
+            staged, _ = await self._trainer(message, WeightsStaged, deadline_s=deadline_s)
+            probe = await self._score_probe()
+        self._fleet.want(staged, probe)
+
+    async def _score_probe(self) -> Probe | None:
+        n = self._run.train.probe_sequences
+        if n == 0:
+            return None
+        length = min(64, self._run.rollout.max_trajectory_tokens, self._shape.max_position_embeddings)
+        tokens = np.random.default_rng((self._run.seed, 17)).integers(0, self._shape.vocab_size, (n, length), np.int32)
+        _, payload = await self._trainer(
+            ScoreTokens(n=n, length=length),
+            None,
+            deadline_s=self._run.control.call_deadline_s,
+            payload=tokens.tobytes(),
+        )
+        return Probe(tokens, np.frombuffer(payload, np.float32).reshape(n, length - 1).copy())
+
+    async def _take_over(self) -> None:
+        """Groups that earlier terms own already: into the buffer instead of sampling them again."""
+        for summary in self._taken_over:
+            await self._journal.append(*self._buffer.adopt(summary))
+        self._adopted = True
+        if self._taken_over:
+            self._events.note("took_over", groups=len(self._taken_over), of=len(self._plan.owned))
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    async def _evaluate(self, when: str) -> None:
+        """Held-out episodes under the current weights, by engines that hold exactly these."""
+        version = WeightVersion(self._term, self._step)
+        deadline = Deadline(self._run.control.call_deadline_s, f"waiting for an engine that holds {version}")
+
+        def synced() -> bool:
+            return len(self._fleet.serving(version)) == self._fleet.count > 0
+
+        with self._events.span("eval", step=self._step):
+            await self._or_ending(self._members.wait(synced, deadline))
+            groups = await self._or_ending(self._dispatch.collect(GroupPurpose.EVAL, self._run.eval.n_episodes))
+        mean, by_label = eval_summary(groups)
+        self._evaluations += 1
+        await self._journal.append(Evaluated(step=self._step, n=len(groups), mean=mean, by_label=by_label))
+        self._events.note("evaluation", step=self._step, when=when, n=len(groups), mean=mean, by_label=by_label)
+
+    # ------------------------------------------------------------------------------------------ saving, ending
+
+    async def _save(self, *, wait: bool) -> None:
+        """Start a checkpoint of the current step; with `wait` return when its manifest is published."""
+        deadline_s = self._run.control.call_deadline_s
+        with self._events.span("save", step=self._step):
+            await self._checkpoints.settle(Deadline(deadline_s, "waiting for the save before this one"))
+            saved = (self._checkpoints.newest_step, self._checkpoints.newest_evaluations)
+            if saved[0] == self._step:
+                if saved[1] != self._evaluations:
+                    await self._checkpoints.amend(self._evaluations)
+                return
+            while not self._journal.idle:  # what the manifest says of groups belongs to one journal position
+                await self._journal.flush()
+            taken_over = [] if self._adopted else [g.group_id for g in self._taken_over]
+            pending = sorted({*self._buffer.pending_ids(self._step), *self._source.state.pending, *taken_over})
+            message = self._checkpoints.begin(
+                self._step,
+                next_group_id=self._source.next_group_id,
+                pending=tuple(pending),
+                evaluations=self._evaluations,
+                deadline_s=deadline_s,
+            )
+            await self._trainer(message, Ack, deadline_s=deadline_s)
+            if wait:
+                await self._checkpoints.settle(Deadline(deadline_s, f"waiting for checkpoint {message.folder}"))
+
+    async def _check_allocation(self) -> None:
+        """Drain, save and raise AllocationEnds when one more step and a save don't fit, or when told to."""
+        remaining = self._remaining_s()
+        reserve = _END_MARGIN_S + _DRAIN_S + 1.5 * self._step_s + 2.0 * self._checkpoints.longest_s
+        if not self._ending.is_set() and (remaining is None or remaining > reserve):
+            return
+        self._events.note("drain", remaining_s=remaining, reserve_s=reserve)
+        await self._dispatch.drain(_DRAIN_S)
+        await self._save(wait=True)
+        raise AllocationEnds(f"allocation {self._attempt} ends: saved step {self._step} of {self._last_step}")
+
+    async def _or_ending(self, awaitable):  # type: ignore[no-untyped-def]
+        """Await it, but look after the allocation meanwhile."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=0.5)
+                if not task.done() and self._members.endpoint(TRAINER_RANK0) is not None and self._loaded:
+                    await self._check_allocation()
+            return task.result()
+        finally:
+            task.cancel()
+
+    @property
+    def _loaded(self) -> bool:
+        """Whether the trainer has state that could be saved."""
+        return hasattr(self, "_world_size")
+
+    # ------------------------------------------------------------------------------------------ trainer
+
+    async def _trainer(
+        self, message: Message, reply: type[M] | None, *, deadline_s: float, payload: bytes = b""
+    ) -> tuple[M, memoryview]:
+        """Call the trainer world; anything but the expected answer means that it is lost."""
+        endpoint = self._members.endpoint(TRAINER_RANK0)
+        if endpoint is None:
+            raise TrainerLost("the trainer's rank 0 is gone", self._trainer_incarnation)
+        self._trainer_incarnation = endpoint.peer.incarnation
+        try:
+            answer: Reply = await endpoint.call(message, payload=[payload] if payload else (), deadline_s=deadline_s)
+        except PeerLost as error:
+            raise TrainerLost(str(error), endpoint.peer.incarnation) from error
+        except (DeadlineExpired, RemoteError) as error:
+            if isinstance(error, RemoteError) and error.kind == "FencedError":
+                raise FencedError(error.text) from error
+            self._ask_supervisor(
+                RestartRole(role="trainer", incarnation=endpoint.peer.incarnation, reason=str(error)[:500])
+            )
+            raise TrainerLost(str(error), endpoint.peer.incarnation) from error
+        if reply is not None and not isinstance(answer.message, reply):
+            raise ProtocolError(f"the trainer answered {type(answer.message).__name__} to {type(message).__name__}")
+        return answer.message, answer.payload  # type: ignore[return-value]
+
+    # ------------------------------------------------------------------------------------------ messages, losses
+
+    async def _on_message(self, peer: PeerIdentity, message: Message) -> HandlerResult:
+        if isinstance(message, HostStatus):
+            self._fleet.update(peer.name, message.engines)
+            self._members.touch()
+            self._dispatch.wake()
+        elif isinstance(message, GroupDone):
+            await self._dispatch.group_done(peer, message.summary)
+        elif isinstance(message, GroupFailed):
+            await self._dispatch.group_failed(peer, message)
+        elif isinstance(message, CheckpointWritten):
+            published = await self._checkpoints.written(message)
+            if published is not None:
+                self._buffer.commit(published)
+        elif isinstance(message, ChildEvent):
+            self._events.verdict(
+                "child_ended", peer=f"{peer.name}/{message.child}", evidence=f"exit code {message.exit_code}"
+            )
+        else:
+            raise ProtocolError(f"the controller doesn't take {type(message).__name__} from {peer.name}")
+        return Ack()
+
+    def _on_lost(self, peer: PeerIdentity, evidence: str) -> None:
+        if self._closing or self._broken.done():
+            return
+        if peer.role.startswith("trainer"):
+            self._events.verdict("rollback", to_step=self._checkpoints.newest_step, evidence=f"{peer.name}: {evidence}")
+            self._broken.set_exception(TrainerLost(f"{peer.name}: {evidence}", peer.incarnation))
+        elif peer.role == "rollout-agent":
+            self._fleet.lose_host(peer.name)
+            self._dispatch.lose_host(peer.name)
+        if peer.role in ("rollout-agent", "sandbox-agent"):
+            role = peer.role.removesuffix("-agent")
+            self._ask_supervisor(
+                RestartHost(role=role, host=peer.host, incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
+            )
+
+    def _ask_supervisor(self, message: Message) -> None:
+        """Best effort: the supervisor sees ended steps by itself as well."""
+        endpoint = self._members.endpoint("supervisor")
+        if endpoint is None:
+            return
+        task = asyncio.create_task(endpoint.call(message, deadline_s=10.0))
+        self._asked.add(task)
+
+        def done(finished: asyncio.Task[Reply]) -> None:
+            self._asked.discard(finished)
+            if not finished.cancelled() and finished.exception() is not None:
+                self._events.note("supervisor_deaf", error=str(finished.exception()))
+
+        task.add_done_callback(done)

@@ -1,0 +1,165 @@
+"""Who is here: the controller's listener, its roster, and the endpoints that it calls.
+
+    agents, rank 0, supervisor ──connect──▶ admit (attempt, incarnation) ──▶ roster ──▶ on_message / on_lost
+
+A loss is declared by a closed endpoint at once, by missed heartbeats after lost_after_s. Only agents and the supervisor
+send heartbeats; rank 0 of the trainer is vouched for by its agent and by its own endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from miles_hpc.control.membership import ServiceAddress, publish_service
+from miles_hpc.control.opening import local_address, open_transport
+from miles_hpc.control.roster import Roster
+from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import FencedError, MilesError
+from miles_hpc.core.messages import Ack, Heartbeat, Message, Shutdown
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.telemetry import EventLog
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, Listener, PeerIdentity
+
+__all__ = ["TRAINER_RANK0", "Members"]
+
+#: Name of the endpoint that takes the trainer world's commands.
+TRAINER_RANK0 = "trainer-rank0"
+
+_TICK_S = 0.25
+
+
+class Members:
+    """The roster of one term, with its endpoints."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        site: SiteConfig,
+        paths: RunPaths,
+        credentials: Credentials,
+        events: EventLog,
+        *,
+        oldest_incarnation: dict[str, int],
+        on_message: Callable[[PeerIdentity, Message], Awaitable[HandlerResult]],
+        on_joined: Callable[[PeerIdentity], None],
+        on_lost: Callable[[PeerIdentity, str], None],
+    ) -> None:
+        """`oldest_incarnation` maps a role's name prefix to the oldest incarnation that is still admitted."""
+        self._run = run
+        self._site = site
+        self._paths = paths
+        self._credentials = credentials
+        self._events = events
+        self._oldest = oldest_incarnation
+        self._on_message = on_message
+        self._on_joined = on_joined
+        self._on_lost = on_lost
+        self._roster = Roster(lost_after_s=run.control.lost_after_s)
+        self._endpoints: dict[str, Endpoint] = {}
+        self._listener: Listener | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._closing = False
+
+    async def open(self) -> None:
+        """Bind, publish the address, start to watch heartbeats."""
+        transport = open_transport(self._run.control.transport, self._credentials)
+        bind = local_address(self._run.control.interface or self._site.interface)
+        self._listener = await transport.listen(self._handle, bind=bind, on_connect=self._admit, on_close=self._closed)
+        me = self._credentials.identity
+        publish_service(
+            self._paths,
+            ServiceAddress(name="controller", address=self._listener.address, attempt=me.attempt, term=me.term),
+        )
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def close(self, reason: str, *, shut_down: bool) -> None:
+        """Tell everybody to end (`shut_down`), or just hang up so that they look for the next term."""
+        self._closing = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if shut_down:
+            calls = [e.call(Shutdown(reason=reason), deadline_s=5.0) for e in self._endpoints.values()]
+            await asyncio.gather(*calls, return_exceptions=True)
+        if self._listener is not None:
+            await self._listener.close()
+
+    # ------------------------------------------------------------------------------------------ questions
+
+    def endpoint(self, name: str) -> Endpoint | None:
+        """The member's endpoint, or None when it isn't here."""
+        return self._endpoints.get(name)
+
+    def with_role(self, role: str) -> list[PeerIdentity]:
+        """Members of a role, sorted by name."""
+        found = [e.peer for e in self._endpoints.values() if e.peer.role == role]
+        return sorted(found, key=lambda peer: peer.name)
+
+    async def wait(self, ready: Callable[[], bool], deadline: Deadline) -> None:
+        """Wait until `ready()`; it is asked again after every change of the roster. Raises DeadlineExpired."""
+        while not ready():
+            deadline.check()
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(1.0, deadline.remaining_s + 0.01))
+            except TimeoutError:
+                pass
+
+    def touch(self) -> None:
+        """Something changed that a waiter of `wait` may be interested in."""
+        self._changed.set()
+
+    # ------------------------------------------------------------------------------------------ events
+
+    async def _admit(self, endpoint: Endpoint) -> None:
+        peer = endpoint.peer
+        oldest = self._oldest.get(peer.role.split("-")[0], 0)
+        if peer.incarnation < oldest and peer.role != "supervisor":
+            raise FencedError(f"incarnation {peer.incarnation} of {peer.name} was declared lost; {oldest} is expected")
+        if peer.name != TRAINER_RANK0:
+            self._roster.joined(peer, time.monotonic())
+        before = self._endpoints.get(peer.name)
+        self._endpoints[peer.name] = endpoint
+        if before is not None:
+            await before.close("a newer connection of this member exists")
+        self._events.verdict("joined", peer=peer.name, evidence=f"host {peer.host}, incarnation {peer.incarnation}")
+        self._on_joined(peer)
+        self.touch()
+
+    async def _closed(self, endpoint: Endpoint) -> None:
+        peer = endpoint.peer
+        if self._endpoints.get(peer.name) is not endpoint:
+            return
+        del self._endpoints[peer.name]
+        if self._closing:
+            return
+        self._roster.closed(peer.name, endpoint.close_reason, time.monotonic())
+        self._lost(peer, f"endpoint closed: {endpoint.close_reason}")
+
+    def _lost(self, peer: PeerIdentity, evidence: str) -> None:
+        self._events.verdict("lost", peer=peer.name, evidence=evidence)
+        self._on_lost(peer, evidence)
+        self.touch()
+
+    async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
+        self._roster.heard(endpoint.peer.name, time.monotonic())
+        if isinstance(message, Heartbeat):
+            return Ack()
+        return await self._on_message(endpoint.peer, message)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for verdict in self._roster.tick(time.monotonic()):
+                endpoint = self._endpoints.get(verdict.name)
+                if endpoint is None:
+                    continue
+                del self._endpoints[verdict.name]
+                self._lost(endpoint.peer, verdict.evidence)
+                try:
+                    await endpoint.close(verdict.evidence)
+                except MilesError:
+                    pass

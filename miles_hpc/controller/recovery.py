@@ -1,0 +1,59 @@
+"""Where a term starts: pure decisions from the newest manifest and the journals (ARCHITECTURE.md 3, items 10 and 11).
+
+A group is done when the manifest's lineage trained, dropped or set it aside. What was owned but isn't done may be taken
+over with its payload instead of being sampled again; the buffer's staleness rule (which counts both ways to the common
+step for weights of a dead lineage) says whether it is still fresh enough. All else that was handed out is handed out
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpoints.journal import JournalRead
+from checkpoints.lineage import account, fork_steps, reusable_groups
+from checkpoints.manifest import Manifest
+from miles_hpc.core.types import GroupSummary
+from miles_hpc.dataflow.buffer import summary_of
+
+__all__ = ["StartPlan", "plan_start"]
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What a term continues from."""
+
+    checkpoint: Path | None = None  # folder; None = afresh
+    manifest: Manifest | None = None
+    step: int = 0
+    next_group_id: int = 0
+    pending: tuple[int, ...] = ()  # handed out once and not done; `owned` ones are among them or beyond next_group_id
+    owned: tuple[GroupSummary, ...] = ()  # candidates to be taken over
+    forks: dict[int, int] = field(default_factory=dict)  # term -> last step that it shares with the lineage
+    trained_groups: int = 0
+    evaluations: int = 0
+
+
+def plan_start(newest: tuple[Path, Manifest] | None, journals: Mapping[int, JournalRead], *, reuse: bool) -> StartPlan:
+    """Decide what the next term starts with. `reuse` is rollout.reuse_after_restart.
+
+    Raises JournalCorrupt when the journals don't lead to the manifest.
+    """
+    if newest is None:
+        return StartPlan()
+    folder, manifest = newest
+    counted = account(journals, manifest)
+    owned = reusable_groups(journals, counted) if reuse else {}
+    return StartPlan(
+        checkpoint=folder,
+        manifest=manifest,
+        step=manifest.step,
+        next_group_id=manifest.counters.next_group_id,
+        pending=tuple(sorted(counted.pending)),
+        owned=tuple(summary_of(owned[g]) for g in sorted(owned) if owned[g].summary),
+        forks=fork_steps(journals, counted.segments),
+        trained_groups=len(counted.trained),
+        evaluations=manifest.counters.evaluations,
+    )

@@ -1,0 +1,168 @@
+"""Checkpoints of the run: the trainer writes its files, the controller adds its part and publishes the manifest last.
+
+    begin(step) ─▶ trainer copies its state (Ack), goes on ─▶ CheckpointWritten ─▶ fence ─▶ COMPLETE ─▶ retention
+
+What the manifest says about groups is captured in `begin`, together with the journal position that it belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from checkpoints.journal import CheckpointPublished
+from checkpoints.manifest import (
+    Counters,
+    FileEntry,
+    JournalPosition,
+    Manifest,
+    extend_lineage,
+    list_checkpoints,
+    plan_retention,
+    publish_manifest,
+    read_manifest,
+    remove_checkpoints,
+)
+from miles_hpc.control.terms import check_newest
+from miles_hpc.controller.durable import DurableJournal
+from miles_hpc.controller.recovery import StartPlan
+from miles_hpc.core.config import RunConfig
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import DeadlineExpired, IntegrityError
+from miles_hpc.core.messages import CheckpointWritten, SaveCheckpoint
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.telemetry import EventLog
+
+__all__ = ["Checkpoints"]
+
+
+@dataclass
+class _Draft:
+    manifest: Manifest
+    began: float
+    done: asyncio.Future[None]
+
+
+class Checkpoints:
+    """Saves of one term, one at a time."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        paths: RunPaths,
+        plan: StartPlan,
+        journal: DurableJournal,
+        events: EventLog,
+        *,
+        term: int,
+        attempt: int,
+    ) -> None:
+        self._run = run
+        self._paths = paths
+        self._journal = journal
+        self._events = events
+        self._term = term
+        self._attempt = attempt
+        self._base = () if plan.manifest is None else plan.manifest.lineage
+        self._in_use = () if plan.checkpoint is None else (plan.checkpoint,)
+        self._draft: _Draft | None = None
+        self.newest_step = plan.step if plan.manifest is not None else -1
+        self.newest_evaluations = plan.evaluations
+        self.longest_s = 1.0
+
+    def begin(
+        self, step: int, *, next_group_id: int, pending: tuple[int, ...], evaluations: int, deadline_s: float
+    ) -> SaveCheckpoint:
+        """Capture what the manifest of `step` will say, and make its folder. Call it while the journal is idle."""
+        folder = self._paths.checkpoint(self._term, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        sft_steps = min(step, self._run.sft.steps)
+        manifest = Manifest(
+            run=self._run.name,
+            term=self._term,
+            step=step,
+            attempt=self._attempt,
+            lineage=extend_lineage(self._base, self._term, step),
+            counters=Counters(
+                next_group_id=next_group_id,
+                pending=pending,
+                phase="sft" if step < self._run.sft.steps else "rl",
+                sft_steps=sft_steps,
+                evaluations=evaluations,
+            ),
+            journal=JournalPosition(term=self._term, offset=self._journal.offset),
+            files={},
+        )
+        self._draft = _Draft(manifest, time.monotonic(), asyncio.get_running_loop().create_future())
+        return SaveCheckpoint(step=step, folder=self._paths.relative(folder), deadline_s=deadline_s)
+
+    async def written(self, message: CheckpointWritten) -> int | None:
+        """The trainer's files are there: publish. Returns the step, or None for a save that nobody waits for."""
+        draft = self._draft
+        if draft is None or draft.manifest.step != message.step:
+            return None
+        try:
+            if message.error:
+                raise IntegrityError(
+                    f"checkpoint of step {message.step}: the trainer could not write it: {message.error}"
+                )
+            manifest = _with_files(draft.manifest, message.files)
+            await asyncio.to_thread(
+                publish_manifest,
+                self._paths.root / message.folder,
+                manifest,
+                lambda: check_newest(self._paths, self._term),
+            )
+            await self._journal.append(CheckpointPublished(step=message.step, folder=message.folder))
+        except Exception as error:
+            self._draft = None
+            if not draft.done.done():
+                draft.done.set_exception(error)
+                draft.done.exception()  # a waiter sees it; without one it is told here only
+            self._events.verdict("save_failed", peer="trainer", evidence=f"{type(error).__name__}: {error}")
+            raise
+        took_s = time.monotonic() - draft.began
+        self.longest_s = max(self.longest_s, took_s)
+        self.newest_step = message.step
+        self.newest_evaluations = manifest.counters.evaluations
+        n_bytes = sum(message.files.values())
+        self._events.note("checkpoint", step=message.step, n_bytes=n_bytes, duration_s=round(took_s, 3))
+        self._draft = None
+        draft.done.set_result(None)
+        await asyncio.to_thread(self._clean)
+        return message.step
+
+    async def settle(self, deadline: Deadline) -> None:
+        """Wait for the save under way, if any. Raises what it raised, and DeadlineExpired."""
+        draft = self._draft
+        if draft is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(draft.done), deadline.remaining_s)
+        except TimeoutError as error:
+            raise DeadlineExpired(str(deadline.error())) from error
+
+    async def amend(self, evaluations: int) -> None:
+        """Publish the newest manifest of this term again, with one more evaluation counted in it."""
+        folder = self._paths.checkpoint(self._term, self.newest_step)
+        if not folder.exists():  # the checkpoint that this term started from belongs to an older term
+            return
+        manifest = read_manifest(folder)
+        counters = msgspec.structs.replace(manifest.counters, evaluations=evaluations)
+        manifest = msgspec.structs.replace(manifest, counters=counters)
+        await asyncio.to_thread(publish_manifest, folder, manifest, lambda: check_newest(self._paths, self._term))
+        self.newest_evaluations = evaluations
+
+    def _clean(self) -> None:
+        """Remove what no restart can need any more. The checkpoint that this term started from stays meanwhile."""
+        found = list_checkpoints(self._paths.checkpoints)
+        plan = plan_retention(found, keep=self._run.checkpoint.keep, current_term=self._term, in_use=self._in_use)
+        check_newest(self._paths, self._term)
+        remove_checkpoints(plan)
+
+
+def _with_files(manifest: Manifest, files: dict[str, int]) -> Manifest:
+    return msgspec.structs.replace(manifest, files={name: FileEntry(n_bytes=size) for name, size in files.items()})

@@ -1,0 +1,237 @@
+"""The supervisor: torch-free, started by the batch script; parent of the controller and of one step per role.
+
+    batch script ──▶ supervisor ──▶ controller
+                        │              │ exit code: done / next allocation / failed / fenced / killed
+                        │              ▼
+                        │           restarted (a new term) while restarts are left
+                        ├──▶ step trainer   ends ─▶ restarted as a whole (one MPI world)
+                        ├──▶ step rollout   ends ─▶ its hosts that no newer step covers are restarted
+                        └──▶ step sandbox   likewise
+
+It judges by evidence: an srun that ended says nothing about its tasks (killed, it leaves them running; after a node
+failure it returned 0), so what is left of a step is cancelled by the step's name before a newer one starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from checkpoints.publish import publish_bytes
+from miles_hpc.cluster.site import role_python
+from miles_hpc.control.children import ChildProcess
+from miles_hpc.control.membership import find_controller
+from miles_hpc.control.opening import open_transport
+from miles_hpc.controller.steps import Step, StepStarter
+from miles_hpc.core import exits
+from miles_hpc.core.errors import FencedError, MilesError, ProtocolError
+from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole
+from miles_hpc.core.telemetry import EventLog
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+
+__all__ = ["Supervisor"]
+
+_END_GRACE_S = 10.0
+_RESTART_PAUSE_S = 0.5
+
+
+class Supervisor:
+    """One allocation. `run` returns an exit code of `core.exits`."""
+
+    def __init__(self, starter: StepStarter, secret: bytes, *, end_time: float | None, job_id: int | None) -> None:
+        """`end_time` is the epoch second at which the allocation ends; None when nothing ends it."""
+        self._starter = starter
+        self._run = starter.run
+        self._paths = starter.paths
+        self._attempt = starter.attempt
+        self._secret = secret
+        self._end_time = end_time
+        self._job_id = job_id
+        self._events = EventLog(self._paths.events, "supervisor", attempt=self._attempt)
+        self._incarnation: dict[str, int] = defaultdict(int)
+        self._restarts: dict[str, int] = defaultdict(int)
+        self._steps: list[Step] = []
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._controller: ChildProcess | None = None
+        self._ending = False
+        self._failed: asyncio.Future[str] | None = None
+
+    async def run(self) -> int:
+        """Start everything, keep it going, end everything. The outcome is written to the attempt's outcome.json."""
+        loop = asyncio.get_running_loop()
+        self._failed = loop.create_future()
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._events.note(
+            "allocation_start",
+            job_id=self._job_id,
+            hosts={role: list(self._starter.hosts(role)) for role in self._starter.roles},
+            time_limit_s=None if self._end_time is None else round(self._end_time - time.time(), 1),
+        )
+        outcome, reason = "failed", ""
+        try:
+            for role in self._starter.roles:
+                self._start(role, self._starter.hosts(role))
+            code, reason = await self._keep_controller()
+            outcome = {exits.DONE: "completed", exits.NEXT_ALLOCATION: "continue", exits.FENCED: "fenced"}.get(
+                code, "failed"
+            )
+            return code
+        except FencedError as error:
+            outcome, reason = "fenced", str(error)
+            return exits.FENCED
+        finally:
+            await self._end_all()
+            self._events.note("allocation_end", outcome=outcome, reason=reason)
+            record = {"attempt": self._attempt, "outcome": outcome, "reason": reason, "time": time.time()}
+            publish_bytes(self._paths.attempt(self._attempt) / "outcome.json", msgspec.json.encode(record))
+            self._events.close()
+
+    # ------------------------------------------------------------------------------------------ controller
+
+    async def _keep_controller(self) -> tuple[int, str]:
+        """Start the controller, and again when it breaks; returns its final exit code and why."""
+        assert self._failed is not None
+        while True:
+            self._controller = self._start_controller()
+            link = asyncio.create_task(self._stay_in_touch(self._controller))
+            ended = asyncio.create_task(self._controller.wait())
+            await asyncio.wait({ended, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            link.cancel()
+            await asyncio.gather(link, return_exceptions=True)
+            if not ended.done():
+                await self._controller.end(_END_GRACE_S)
+                return exits.FAILED, self._failed.result()
+            code = ended.result()
+            if code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
+                return code, self._controller.log_tail().strip().rpartition("\n")[2] if code == exits.USER_ERROR else ""
+            evidence = f"controller ended with {code}"
+            self._events.verdict("lost", peer="controller", evidence=evidence, log_tail=self._controller.log_tail())
+            self._restarts["controller"] += 1
+            if self._restarts["controller"] > self._run.control.max_role_restarts:
+                return exits.FAILED, f"{evidence}, after {self._restarts['controller']} starts"
+            await asyncio.sleep(_RESTART_PAUSE_S)
+
+    def _start_controller(self) -> ChildProcess:
+        command = [role_python(self._run, self._starter.site, "controller"), "-P", "-m", "launchers.controller"]
+        command += ["--run-dir", str(self._paths.root), "--attempt", str(self._attempt)]
+        if self._end_time is not None:
+            command += ["--end-time", str(self._end_time)]
+        return ChildProcess("controller", command, log=self._paths.logs(self._attempt) / "controller.log")
+
+    async def _stay_in_touch(self, controller: ChildProcess) -> None:
+        """Be a member of the controller's roster: it tells which host or role to restart."""
+        term = 0
+        while controller.exit_code is None:
+            try:
+                found = find_controller(self._paths, self._attempt)
+                if found is None or found.term < term:
+                    await asyncio.sleep(0.1)
+                    continue
+                term = found.term
+                identity = PeerIdentity(
+                    role="supervisor",
+                    name="supervisor",
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    attempt=self._attempt,
+                    term=term,
+                )
+                transport = open_transport(self._run.control.transport, Credentials(self._secret, identity))
+                endpoint = await transport.connect(found.address, self._handle, deadline_s=5.0)
+                try:
+                    while not endpoint.closed.is_set():
+                        await endpoint.call(Heartbeat(), deadline_s=self._run.control.lost_after_s)
+                        await asyncio.sleep(self._run.control.heartbeat_interval_s)
+                finally:
+                    await endpoint.close("supervisor left")
+            except FencedError:
+                raise
+            except MilesError:
+                await asyncio.sleep(0.2)
+
+    async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
+        if isinstance(message, RestartHost):
+            covering = [s for s in self._steps if message.host in s.hosts and s.role == message.role]
+            if max((s.incarnation for s in covering), default=0) <= message.incarnation:
+                self._restart(message.role, (message.host,), message.reason)
+            return Ack()
+        if isinstance(message, RestartRole):
+            if self._incarnation[message.role] <= message.incarnation:
+                for step in [s for s in self._steps if s.role == message.role]:
+                    await self._starter.end(step)  # its watcher starts the role again
+            return Ack()
+        raise ProtocolError(f"the supervisor takes RestartHost and RestartRole, got {type(message).__name__}")
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def _start(self, role: str, hosts: tuple[str, ...]) -> None:
+        self._incarnation[role] += 1
+        for step in self._starter.start(role, hosts, self._incarnation[role]):
+            self._steps.append(step)
+            watcher = asyncio.create_task(self._watch(step))
+            self._watchers.add(watcher)
+            watcher.add_done_callback(self._watchers.discard)
+
+    def _restart(self, role: str, hosts: tuple[str, ...], reason: str) -> None:
+        assert self._failed is not None
+        self._restarts[role] += 1
+        self._events.verdict("restart", peer=role, hosts=list(hosts), evidence=reason, count=self._restarts[role])
+        if self._restarts[role] > self._run.control.max_role_restarts:
+            if not self._failed.done():
+                self._failed.set_result(f"role {role} was started {self._restarts[role]} times: {reason}")
+            return
+        self._start(role, hosts)
+
+    async def _watch(self, step: Step) -> None:
+        """Wait for a step's end, clean up after it, and start again what no newer step covers."""
+        code = await step.process.wait()
+        if self._ending:
+            return
+        await asyncio.sleep(_RESTART_PAUSE_S)
+        await self._starter.end(step)
+        self._steps.remove(step)
+        if self._ending or (self._failed is not None and self._failed.done()):
+            return
+        reason = f"step {step.name} ended with {code}"
+        if step.role == "trainer":
+            self._restart(step.role, self._starter.hosts("trainer"), reason)
+            return
+        newer = {h for s in self._steps if s.role == step.role and s.incarnation > step.incarnation for h in s.hosts}
+        left = tuple(h for h in step.hosts if h not in newer)
+        if left:
+            self._restart(step.role, left, reason)
+
+    async def _end_all(self) -> None:
+        self._ending = True
+        if self._controller is not None and self._controller.exit_code is None:
+            await self._controller.end(_END_GRACE_S)
+        waits = [asyncio.create_task(step.process.wait()) for step in self._steps]
+        if waits:  # the controller told the agents to shut down; give them a moment
+            await asyncio.wait(waits, timeout=_END_GRACE_S)
+        await asyncio.gather(*(self._starter.end(step) for step in self._steps), return_exceptions=True)
+        for wait in waits:
+            wait.cancel()
+
+    # ------------------------------------------------------------------------------------------ signals
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """The allocation ends soon (USR1) or now (TERM): the controller drains, saves, and says how it went."""
+        self._events.note("signal", signal=number.name)
+        print(f"supervisor: {number.name}: the controller drains and saves", file=sys.stderr, flush=True)
+        if self._controller is not None:
+            self._controller.signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+
+
+def outcome_of(record: bytes) -> dict[str, Any]:
+    """Parse an attempt's outcome.json."""
+    decoded: dict[str, Any] = msgspec.json.decode(record)
+    return decoded

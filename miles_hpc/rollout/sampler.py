@@ -1,0 +1,254 @@
+"""Playing trajectories: an environment's episode, a session record and an engine, turn by turn.
+
+    run_group ── n tasks ──▶ run_trajectory:  engine.generate ─▶ record ─▶ episode.step ─▶ record ─▶ ...
+                             (a generation slot is held from the first turn to the last)
+
+| end | status | reward |
+|---|---|---|
+| the environment says done | completed | the environment's |
+| turns, tokens or time are used up, a turn hits its length limit | truncated | 0 |
+| engine or sandbox fails | raises; the group's attempt fails | |
+
+A trajectory's seed follows from (group seed, index) and a turn's from that, so the same group gives the same tokens
+wherever it is sampled, if the engine keeps its promise about seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import msgspec
+
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import MilesError, UserError
+from miles_hpc.core.messages import GenerateGroup
+from miles_hpc.core.types import FinishReason, GroupPurpose, SampleStatus
+from miles_hpc.dataflow.source import derive_seed
+from miles_hpc.rollout.engine import Generation, RolloutEngine
+from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes
+from miles_hpc.rollout.session.record import SessionRecord
+from miles_hpc.rollout.session.tokenizer import ChatTokenizer
+
+__all__ = ["Bounds", "EngineFailed", "Lease", "Played", "run_group", "run_trajectory"]
+
+#: Gives an engine with a free generation slot, and takes the slot back at the end.
+Lease = Callable[[], AbstractAsyncContextManager[RolloutEngine]]
+
+# How long an engine may take to answer an abort, beyond the trajectory's deadline, before it counts as failed.
+_ABORT_GRACE_S = 10.0
+_FREE_SESSION_S = 5.0
+
+
+class EngineFailed(MilesError):
+    """An engine didn't do its part. `engine` is its name; the cause is chained."""
+
+    def __init__(self, engine: str, text: str) -> None:
+        super().__init__(f"engine {engine}: {text}")
+        self.engine = engine
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of one trajectory. `max_tokens` counts prompt, outputs and sampled tokens."""
+
+    max_turns: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """A trajectory that came to its end."""
+
+    index: int
+    record: SessionRecord
+    reward: float
+    status: SampleStatus
+    generation_s: float  # waited for the engine
+    environment_s: float  # waited for the environment
+
+
+async def run_group(
+    job: GenerateGroup,
+    *,
+    tokenizer: ChatTokenizer,
+    environment: Environment,
+    sandboxes: Sandboxes,
+    bounds: Bounds,
+    lease: Lease | None,
+) -> list[Played]:
+    """All trajectories of one group, in order of index, played concurrently.
+
+    The first failure cancels the others and is raised (EngineFailed, PeerLost, UserError, ...). `lease` may be
+    None for demonstrations.
+    """
+
+    async def play(index: int) -> Played:
+        if job.purpose is GroupPurpose.DEMO:
+            return await run_trajectory(job, index, tokenizer, environment, sandboxes, bounds, None)
+        if lease is None:
+            raise UserError(f"group {job.group_id}: purpose {job.purpose} needs an engine")
+        async with lease() as engine:
+            return await run_trajectory(job, index, tokenizer, environment, sandboxes, bounds, engine)
+
+    tasks = [asyncio.create_task(play(index)) for index in range(job.n_samples)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_trajectory(
+    job: GenerateGroup,
+    index: int,
+    tokenizer: ChatTokenizer,
+    environment: Environment,
+    sandboxes: Sandboxes,
+    bounds: Bounds,
+    engine: RolloutEngine | None,
+) -> Played:
+    """One trajectory; without an engine, the episode's demonstration is played."""
+    name = f"g{job.group_id}-{job.attempt}-{index}"
+    seed = derive_seed(job.seed, "trajectory", index)
+    record = SessionRecord(tokenizer, job.prompt.messages)
+    if record.n_tokens >= bounds.max_tokens:
+        raise UserError(
+            f"group {job.group_id}: its prompt has {record.n_tokens} tokens, "
+            f"no room below rollout.max_trajectory_tokens={bounds.max_tokens}"
+        )
+    deadline = Deadline(job.deadline_s, f"trajectory {name}")
+    episode = environment.start(job.prompt, sandboxes, episode_id=name, seed=seed)
+    player = _Player(job, name, seed, record, episode, bounds, deadline, engine)
+    try:
+        reward, status = await player.play()
+    finally:
+        await episode.close()
+        if engine is not None:
+            await _free(engine, name)
+    record.trim()
+    return Played(
+        index=index,
+        record=record,
+        reward=reward,
+        status=status,
+        generation_s=player.generation_s,
+        environment_s=player.environment_s,
+    )
+
+
+class _Player:
+    """The turns of one trajectory."""
+
+    def __init__(
+        self,
+        job: GenerateGroup,
+        name: str,
+        seed: int,
+        record: SessionRecord,
+        episode: Episode,
+        bounds: Bounds,
+        deadline: Deadline,
+        engine: RolloutEngine | None,
+    ) -> None:
+        self.job, self.name, self.seed = job, name, seed
+        self.record, self.episode, self.bounds = record, episode, bounds
+        self.deadline, self.engine = deadline, engine
+        self.generation_s = 0.0
+        self.environment_s = 0.0
+
+    async def play(self) -> tuple[float, SampleStatus]:
+        truncated = (0.0, SampleStatus.TRUNCATED)
+        record = self.record
+        while True:
+            text = await self._assistant_turn()
+            if text is None or record.closed:
+                return truncated
+            began = self.deadline.elapsed_s
+            try:
+                turn = await asyncio.wait_for(self.episode.step(text), self.deadline.remaining_s)
+            except TimeoutError:
+                return truncated
+            finally:
+                self.environment_s += self.deadline.elapsed_s - began
+            if turn.done:
+                return turn.reward, SampleStatus.COMPLETED
+            if record.turns >= self.bounds.max_turns or self.deadline.expired:
+                return truncated
+            if record.n_tokens + record.suffix_length(turn.messages) >= self.bounds.max_tokens:
+                return truncated
+            record.append_messages(turn.messages)
+
+    async def _assistant_turn(self) -> str | None:
+        """What the assistant says, recorded; None when it says nothing more."""
+        if self.engine is None:
+            text = self.episode.demonstrate()
+            return None if text is None else self.record.append_scripted(text)
+        began = self.deadline.elapsed_s
+        try:
+            generation = await self._generate(self.engine)
+        finally:
+            self.generation_s += self.deadline.elapsed_s - began
+        try:
+            text = self.record.append_generation(generation)
+        except MilesError as error:
+            raise EngineFailed(self.engine.name, str(error)) from error
+        if generation.finish_reason is FinishReason.ABORT:
+            if self.deadline.expired:
+                return None
+            raise EngineFailed(self.engine.name, f"aborted {self.name} after {len(generation.output_ids)} tokens")
+        return text
+
+    async def _generate(self, engine: RolloutEngine) -> Generation:
+        """One request. At the deadline the engine is told to abort and answers with what it has."""
+        record, turn = self.record, self.record.turns
+        request = f"{self.name}-{turn}"
+        sampling = msgspec.structs.replace(
+            self.job.sampling,
+            max_new_tokens=min(self.job.sampling.max_new_tokens, self.bounds.max_tokens - record.n_tokens),
+            stop_token_ids=self.job.sampling.stop_token_ids or record.stop_ids,
+            seed=derive_seed(self.seed, "turn", turn) & 0x7FFFFFFF,  # engines take 31 bits
+        )
+        remaining = self.deadline.remaining_s
+        answer = asyncio.ensure_future(
+            engine.generate(
+                request,
+                self.name,
+                record.input_ids(),
+                sampling,
+                routed_experts_start=record.n_rows,
+                deadline_s=remaining + _ABORT_GRACE_S,
+            )
+        )
+        try:
+            done, _ = await asyncio.wait({answer}, timeout=remaining)
+            if not done:
+                await engine.abort(request)
+                done, _ = await asyncio.wait({answer}, timeout=_ABORT_GRACE_S)
+            if not done:
+                raise EngineFailed(engine.name, f"no answer to {request} {_ABORT_GRACE_S:.0f} s after its abort")
+            return answer.result()
+        except (MilesError, OSError) as error:
+            if isinstance(error, EngineFailed):
+                raise
+            raise EngineFailed(engine.name, f"{type(error).__name__}: {error}") from error
+        except asyncio.CancelledError:
+            await _quietly(engine.abort(request))
+            raise
+        finally:
+            answer.cancel()
+
+
+async def _free(engine: RolloutEngine, session: str) -> None:
+    await _quietly(engine.end_session(session))
+
+
+async def _quietly(call: asyncio.Future[None] | object) -> None:
+    """Wait a little for something whose failure changes nothing here: a dead engine frees everything anyway."""
+    try:
+        await asyncio.wait_for(call, _FREE_SESSION_S)  # type: ignore[arg-type]
+    except (MilesError, OSError, TimeoutError):
+        pass

@@ -1,0 +1,492 @@
+"""The sandbox host: isolated working folders on this node, in which commands are executed for real.
+
+    SandboxHost ── start/clear/stop ──▶ launcher (its own namespaces, no network)
+         │                                 └─ one bubblewrap + bash per sandbox
+         └── control socket, output pipe ──▶ that bash: reads commands, runs each in a subshell, tells its status
+
+| promise | how |
+|---|---|
+| a command's status is true | told by PID 1, undumpable, over a socket that the command can't inherit or open |
+| its output is complete | the pipe is drained after the status arrived; what was written before is in it |
+| time limit | everything in the sandbox but PID 1 is killed (kill(-1) inside its PID namespace); files stay |
+| output limit | kept bytes are cut at the caller's limit; a command that writes on and on is killed |
+| any doubt | the sandbox is killed and made anew from its first files; the caller is told by exit code 137 |
+| destroy | PID 1 ends, and with it its PID namespace, its processes and its tmpfs |
+
+Not bounded here: the sum over sandboxes of memory (each process is bounded); Slurm's cgroup bounds the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import struct
+import sys
+import termios
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from miles_hpc.core.errors import MilesError, ProtocolError, UserError
+from miles_hpc.core.messages import (
+    Message,
+    SandboxCreate,
+    SandboxDestroy,
+    SandboxExec,
+    SandboxHostStatus,
+    SandboxResult,
+    SandboxStatus,
+)
+from miles_hpc.rollout import sandbox_launcher
+
+__all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
+
+Isolation = Literal["auto", "bubblewrap"]
+
+
+class SandboxError(MilesError):
+    """A sandbox couldn't be made or kept; the command's effect is unknown."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Bounds of one sandbox; the first five hold for each of its processes (setrlimit(2))."""
+
+    cpu_s: int = 10
+    memory_bytes: int = 512 << 20  # address space
+    file_bytes: int = 8 << 20  # one file
+    open_files: int = 128
+    processes: int = 48  # of the sandbox together
+    folder_bytes: int = 16 << 20  # /work and /tmp, each
+    command_bytes: int = 64 << 10
+    discard_bytes: int = 1 << 20  # output beyond the caller's limit that is read and dropped before the kill
+    files_bytes: int = 8 << 20  # all files of a create together
+
+
+# PID 1 of a sandbox. It reads from descriptor 3: name, length and content of each file, an empty name, then length and
+# text of each command; names and lengths end with NUL. (`read -N` takes a block at once, `read -d` a byte at a time.)
+# Commands get descriptor 4 as output. The redirections are an `exec` of their own: those of a compound command keep
+# copies of what they replace, at 10 and above, within the command's reach. `trap : INT` keeps an interrupt from ending
+# it; subshells reset it. Where a command names /dev/stderr or the like it runs in a fresh bash, because an undumpable
+# process can't open its own /proc/self/fd.
+_DRIVER = r"""
+ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} -u {processes} || exit 9
+trap : INT
+failed=0
+while IFS= read -r -d '' -u 3 name && [[ $name ]]; do
+  IFS= read -r -d '' -u 3 length
+  IFS= read -r -N "$length" -u 3 text
+  [[ $name != */* ]] || mkdir -p "./${{name%/*}}"
+  printf %s "$text" >"./$name" || failed=1
+done
+echo "$failed" >&3
+unset name text failed
+while IFS= read -r -d '' -u 3 length && IFS= read -r -N "$length" -u 3 command; do
+  (
+    exec </dev/null >&4 2>&1 3<&- 4>&-
+    case $command in (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command";; esac
+    eval "$command"
+  )
+  echo $? >&3
+done
+"""
+
+
+class _Sandbox:
+    """One sandbox's descriptors and what its bash has said. Belongs to the event loop."""
+
+    def __init__(self, sandbox_id: str, files: Mapping[str, str]) -> None:
+        self.id = sandbox_id
+        self.files = dict(files)
+        self.lock = asyncio.Lock()
+        self.control: socket.socket | None = None
+        self.output = -1
+        self.name = ""  # the launcher's name of the current incarnation
+        self.lines = bytearray()
+        self.status: asyncio.Future[int] | None = None  # what its bash is to say next; None when nothing is awaited
+        self.rest: asyncio.Task[None] | None = None  # large files on their way in
+        self.kept = bytearray()
+        self.n_output = 0
+        self.limit = 0
+        self.overflow = False
+        self.used = time.monotonic()
+
+
+class SandboxHost:
+    """Creates sandboxes, executes commands in them, destroys them; `handle` answers the messages.
+
+    Call `start` once, `close` at the end. Everything runs in one event loop and nothing blocks it for long.
+    """
+
+    def __init__(
+        self,
+        *,
+        isolation: Isolation = "auto",
+        limits: SandboxLimits | None = None,
+        idle_limit_s: float = 900.0,
+        max_live: int = 512,
+    ) -> None:
+        self.limits = limits or SandboxLimits()
+        self.isolation: str = ""
+        self._wanted = isolation
+        self._idle_limit_s = idle_limit_s
+        self._max_live = max_live
+        self._launcher: asyncio.subprocess.Process | None = None
+        self._channel: socket.socket | None = None
+        self._sandboxes: dict[str, _Sandbox] = {}
+        self._incarnations = 0
+        self._executed = 0
+        self._executing_s = 0.0
+        self._sweeper: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Start the launcher and prove isolation with a real command. Raises UserError when this node can't do it."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        await self._start_launcher()
+        await self._probe()
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        """End all sandboxes and the launcher; idempotent."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        for sandbox_id in list(self._sandboxes):
+            self.destroy(sandbox_id)
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            try:
+                await asyncio.wait_for(launcher.wait(), 5.0)
+            except TimeoutError:
+                launcher.kill()
+                await launcher.wait()
+
+    # ------------------------------------------------------------------------------------------- messages
+
+    async def handle(self, message: Message, payload: memoryview | bytes = b"") -> Message | None:
+        """Answer one message; None means Ack. Raises ProtocolError for a message that isn't for sandbox hosts."""
+        if isinstance(message, SandboxExec):
+            return await self.execute(
+                message.sandbox_id,
+                message.command,
+                timeout_s=message.timeout_s,
+                max_output_bytes=message.max_output_bytes,
+            )
+        if isinstance(message, SandboxCreate):
+            self.create(message.sandbox_id, message.files)
+            return None
+        if isinstance(message, SandboxDestroy):
+            self.destroy(message.sandbox_id)
+            return None
+        if isinstance(message, SandboxStatus):
+            return self.status()
+        raise ProtocolError(f"a sandbox host doesn't take {type(message).__name__}")
+
+    def status(self) -> SandboxHostStatus:
+        return SandboxHostStatus(
+            isolation=self.isolation,
+            live=len(self._sandboxes),
+            executed=self._executed,
+            executing_s=self._executing_s,
+        )
+
+    # ------------------------------------------------------------------------------------------- sandboxes
+
+    def create(self, sandbox_id: str, files: Mapping[str, str]) -> None:
+        """A new sandbox with these files in its working folder; returns at once, the start goes on by itself.
+
+        An existing sandbox of that name is replaced. Raises UserError for names that leave the folder or contents
+        that can't be written; SandboxError when the host is full.
+        """
+        self._check_files(files)
+        self.destroy(sandbox_id)
+        if len(self._sandboxes) >= self._max_live:
+            raise SandboxError(f"{len(self._sandboxes)} sandboxes are live, the limit of this host")
+        sandbox = _Sandbox(sandbox_id, files)
+        self._sandboxes[sandbox_id] = sandbox
+        self._launch(sandbox)
+
+    async def execute(self, sandbox_id: str, command: str, *, timeout_s: float, max_output_bytes: int) -> SandboxResult:
+        """Run `command` with bash in the sandbox's working folder and wait for its end.
+
+        Commands of one sandbox run one after the other. Raises UserError for an unknown sandbox, SandboxError when
+        the sandbox can't be kept.
+        """
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is None:
+            raise UserError(f"no sandbox {sandbox_id!r} on this host: create it first")
+        data = command.encode("utf-8", "surrogateescape")
+        if b"\0" in data or len(data) > self.limits.command_bytes:
+            problem = "holds a NUL byte" if b"\0" in data else f"is longer than {self.limits.command_bytes} bytes"
+            return SandboxResult(
+                exit_code=2, output=f"bash: the command {problem}\n", truncated=False, timed_out=False, duration_s=0.0
+            )
+        async with sandbox.lock:
+            begin = time.monotonic()
+            try:
+                return await self._execute(sandbox, data, timeout_s, max_output_bytes, begin)
+            finally:
+                sandbox.used = time.monotonic()
+                self._executed += 1
+                self._executing_s += sandbox.used - begin
+
+    def destroy(self, sandbox_id: str) -> None:
+        """End a sandbox with everything in it; unknown names are fine."""
+        sandbox = self._sandboxes.pop(sandbox_id, None)
+        if sandbox is not None:
+            self._end(sandbox)
+
+    # ------------------------------------------------------------------------------------------- execution
+
+    async def _execute(
+        self, sandbox: _Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
+    ) -> SandboxResult:
+        if sandbox.control is None:
+            self._launch(sandbox)
+        await self._ready(sandbox)
+        self._drain(sandbox)  # late words of earlier background processes belong to nobody
+        sandbox.kept.clear()
+        sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
+        timed_out = False
+        status = self._expect_status(sandbox)
+        await self._send(sandbox, b"%d\0%s" % (len(data), data), timeout_s)
+        try:
+            code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
+        except TimeoutError:
+            timed_out = True
+            self._tell("clear", sandbox)
+            try:
+                code = await asyncio.wait_for(status, 5.0)
+                code = 137
+            except TimeoutError:
+                code = -1
+        sandbox.status = None
+        self._drain(sandbox)
+        if code < 0:  # PID 1 is gone or doesn't answer: begin anew from the first files
+            code = 137
+            self._tell("stop", sandbox)
+            self._end(sandbox)
+            self._launch(sandbox)
+        return SandboxResult(
+            exit_code=code,
+            output=bytes(sandbox.kept).decode("utf-8", "replace"),
+            truncated=sandbox.n_output > max_output_bytes,
+            timed_out=timed_out,
+            duration_s=time.monotonic() - begin,
+        )
+
+    async def _ready(self, sandbox: _Sandbox) -> None:
+        """Wait until the sandbox's bash has written its files."""
+        if sandbox.status is None:
+            return
+        try:
+            code = await asyncio.wait_for(asyncio.shield(sandbox.status), 30.0)
+        except TimeoutError:
+            code = -1
+        sandbox.status = None
+        if code != 0:
+            self._end(sandbox)
+            reason = "its files don't fit" if code > 0 else "it didn't start"
+            raise SandboxError(f"sandbox {sandbox.id}: {reason}")
+
+    def _launch(self, sandbox: _Sandbox) -> None:
+        if self._channel is None:
+            raise SandboxError("the sandbox host isn't started")
+        self._incarnations += 1
+        sandbox.name = f"{self._incarnations}"
+        ours, theirs = socket.socketpair()
+        output, output_theirs = os.pipe()
+        if os.getuid() == 0:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
+            os.fchown(output_theirs, sandbox_launcher.NOBODY, sandbox_launcher.NOBODY)
+        try:
+            socket.send_fds(self._channel, [f"start {sandbox.name}".encode()], [theirs.fileno(), output_theirs])
+        except OSError as error:
+            ours.close()
+            os.close(output)
+            raise SandboxError(f"the sandbox launcher is gone: {error}") from error
+        finally:
+            theirs.close()
+            os.close(output_theirs)
+        ours.setblocking(False)
+        os.set_blocking(output, False)
+        sandbox.control, sandbox.output = ours, output
+        sandbox.lines.clear()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.fileno(), self._on_control, sandbox)
+        loop.add_reader(output, self._on_output, sandbox)
+        self._expect_status(sandbox)
+        files = ((name.encode(), text.encode()) for name, text in sandbox.files.items())
+        data = b"".join(b"%s\0%d\0%s" % (name, len(text), text) for name, text in files) + b"\0"
+        try:
+            sent = ours.send(data)
+        except OSError:
+            return  # seen as the end of the sandbox
+        if sent < len(data):
+            sandbox.rest = asyncio.create_task(self._send(sandbox, data[sent:], 30.0))
+
+    def _end(self, sandbox: _Sandbox) -> None:
+        if sandbox.control is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(sandbox.control.fileno())
+        if sandbox.output >= 0:
+            loop.remove_reader(sandbox.output)
+            os.close(sandbox.output)
+        sandbox.control.close()  # an idle bash ends by itself
+        sandbox.control, sandbox.output = None, -1
+        if sandbox.status is not None:  # still starting, or a command is running
+            self._tell("stop", sandbox)
+            if not sandbox.status.done():
+                sandbox.status.set_result(-1)
+            sandbox.status = None
+
+    def _expect_status(self, sandbox: _Sandbox) -> asyncio.Future[int]:
+        sandbox.status = asyncio.get_running_loop().create_future()
+        return sandbox.status
+
+    async def _send(self, sandbox: _Sandbox, data: bytes, timeout_s: float) -> None:
+        if sandbox.control is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(sandbox.control, data), timeout_s)
+        except (OSError, TimeoutError):
+            if sandbox.status is not None and not sandbox.status.done():
+                sandbox.status.set_result(-1)
+
+    def _tell(self, verb: str, sandbox: _Sandbox) -> None:
+        if self._channel is not None:
+            try:
+                self._channel.send(f"{verb} {sandbox.name}".encode())
+            except OSError:
+                pass  # the launcher is gone, and with it the sandbox
+
+    def _on_control(self, sandbox: _Sandbox) -> None:
+        assert sandbox.control is not None
+        try:
+            data = sandbox.control.recv(256)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(sandbox.control.fileno())
+            code = -1
+        else:
+            sandbox.lines += data
+            if not sandbox.lines.endswith(b"\n"):
+                return
+            try:
+                code = int(sandbox.lines)
+            except ValueError:
+                code = -1
+            sandbox.lines.clear()
+        if sandbox.status is not None and not sandbox.status.done():
+            sandbox.status.set_result(code)
+
+    def _on_output(self, sandbox: _Sandbox) -> None:
+        try:
+            data = os.read(sandbox.output, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(sandbox.output)
+            return
+        room = sandbox.limit - len(sandbox.kept)
+        if room > 0:
+            sandbox.kept += data[:room]
+        sandbox.n_output += len(data)
+        if sandbox.n_output > sandbox.limit + self.limits.discard_bytes and not sandbox.overflow:
+            sandbox.overflow = True
+            self._tell("clear", sandbox)
+
+    def _drain(self, sandbox: _Sandbox) -> None:
+        if sandbox.output < 0:
+            return
+        waiting = struct.unpack("i", fcntl.ioctl(sandbox.output, termios.FIONREAD, b"\0\0\0\0"))[0]
+        while waiting > 0:
+            before = sandbox.n_output
+            self._on_output(sandbox)
+            if sandbox.n_output == before:
+                return
+            waiting -= sandbox.n_output - before
+
+    # ------------------------------------------------------------------------------------------- start and care
+
+    async def _start_launcher(self) -> None:
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise UserError("sandboxes need bubblewrap: no bwrap on this node's PATH")
+        limits = self.limits
+        driver = _DRIVER.format(
+            open_files=limits.open_files,
+            file_kib=limits.file_bytes >> 10,
+            memory_kib=limits.memory_bytes >> 10,
+            cpu_s=limits.cpu_s,
+            processes=limits.processes,
+        )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = str(Path(sandbox_launcher.__file__))
+        arguments = [str(theirs.fileno()), "bubblewrap", driver, bwrap, str(limits.folder_bytes)]
+        try:
+            self._launcher = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", "-E", program, *arguments, pass_fds=(theirs.fileno(),), env={}, cwd="/"
+            )
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        try:
+            answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ours, 1024), 30.0)
+        except TimeoutError:
+            answer = b"failed no answer after 30 s"
+        verb, _, text = answer.decode().partition(" ")
+        if verb != "ready":
+            ours.close()
+            raise UserError(
+                f"this node can't isolate sandboxes: {text or 'the launcher ended'}: enable user namespaces"
+            )
+        self._channel, self.isolation = ours, text
+
+    async def _probe(self) -> None:
+        """One real command, before any is trusted to the sandbox."""
+        self.create("probe", {"a": "1\n"})
+        try:
+            result = await self.execute("probe", "cat a; id -u", timeout_s=20.0, max_output_bytes=4096)
+        except SandboxError as error:
+            raise UserError(f"this node can't isolate sandboxes: {error}") from error
+        finally:
+            self.destroy("probe")
+        if result.exit_code != 0 or result.output != f"1\n{sandbox_launcher.SANDBOX_UID}\n":
+            raise UserError(f"this node can't isolate sandboxes: the probe answered {result.output[:200]!r}")
+
+    async def _sweep(self) -> None:
+        """End sandboxes that nobody has used for long: their rollout host is gone."""
+        while True:
+            await asyncio.sleep(min(30.0, self._idle_limit_s))
+            for sandbox in list(self._sandboxes.values()):
+                if not sandbox.lock.locked() and time.monotonic() - sandbox.used > self._idle_limit_s:
+                    self.destroy(sandbox.id)
+
+    def _check_files(self, files: Mapping[str, str]) -> None:
+        total = 0
+        for name, text in files.items():
+            path = PurePosixPath(name)
+            if not name or path.is_absolute() or ".." in path.parts or "\0" in name or "\n" in name:
+                raise UserError(f"sandbox file {name!r}: expected a path inside the folder")
+            if "\0" in text:
+                raise UserError(f"sandbox file {name!r}: contents with NUL bytes can't be written")
+            total += len(text)
+        if total > self.limits.files_bytes:
+            raise UserError(f"sandbox files of {total} characters: the limit is {self.limits.files_bytes}")

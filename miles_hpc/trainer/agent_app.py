@@ -1,0 +1,69 @@
+"""The trainer group's agent: one per rank, because Slurm hands each task its own PMI connection.
+
+The agent starts the rank as its child and passes that connection on (the open descriptor that PMI_FD names, or the
+PMIx variables). When the rank ends, the agent ends with its exit code, and `srun --kill-on-bad-exit=1` ends the rest of
+the world: one rank's death ends the role's step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from miles_hpc.control.agent import AgentApp, AgentIdentity
+from miles_hpc.control.children import ChildProcess
+from miles_hpc.core.messages import Message
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.transport import Endpoint, HandlerResult
+
+__all__ = ["TrainerApp"]
+
+
+class TrainerApp(AgentApp):
+    """Owns one rank."""
+
+    def __init__(self, paths: RunPaths, identity: AgentIdentity) -> None:
+        self._paths = paths
+        self._identity = identity
+        self._rank: ChildProcess | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        me = self._identity
+        command = [sys.executable, "-P", "-m", "launchers.trainer", "--run-dir", str(self._paths.root)]
+        command += ["--attempt", str(me.attempt), "--incarnation", str(me.incarnation), "--host", me.host]
+        log = self._log()
+        self._rank = ChildProcess(f"rank{me.rank}", command, log=log, env=os.environ, inherit_fds=True)
+        self._watcher = asyncio.create_task(self._watch(self._rank))
+
+    def _log(self) -> Path:
+        me = self._identity
+        return self._paths.logs(me.attempt) / f"trainer-rank{me.rank}-i{me.incarnation}.log"
+
+    async def _watch(self, rank: ChildProcess) -> None:
+        code = await rank.wait()
+        if not self.failed.done():
+            # A signal's number becomes a shell's exit code; a rank that ended by itself was told to.
+            self.failed.set_result(128 - code if code < 0 else code)
+
+    async def joined(self, endpoint: Endpoint, term: int) -> None:
+        """The rank follows the terms by itself."""
+
+    async def left(self) -> None:
+        """Nothing: the rank looks for the newer term as well, and the lease bounds both."""
+
+    async def handle(self, message: Message, payload: memoryview) -> HandlerResult:
+        return None
+
+    def children(self) -> tuple[str, ...]:
+        return () if self._rank is None or self._rank.exit_code is not None else (self._rank.name,)
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._rank is not None and self._rank.exit_code is None:
+            self._rank.signal(signal.SIGTERM)
+            await self._rank.end(grace_s=3.0)

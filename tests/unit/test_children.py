@@ -1,0 +1,73 @@
+"""Child processes: their end is seen, their group is ended, and they don't outlive their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from miles_hpc.control.children import ChildProcess
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _until_dead(pid: int, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while _alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not _alive(pid)
+
+
+def test_exit_codes_and_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        log = tmp_path / "log"
+        child = ChildProcess("c", [sys.executable, "-c", "print('hello'); raise SystemExit(3)"], log=log)
+        first, second = await asyncio.gather(child.wait(), child.wait())
+        assert (first, second, child.exit_code) == (3, 3, 3)
+        assert child.log_tail() == "hello\n"
+        killed = ChildProcess("k", ["sleep", "60"], log=None)
+        killed.kill()
+        assert await killed.wait() == -signal.SIGKILL
+        killed.signal(signal.SIGTERM)  # harmless after its end
+
+    asyncio.run(scenario())
+
+
+def test_end_terminates_then_kills_the_whole_group(tmp_path: Path) -> None:
+    script = tmp_path / "stubborn.sh"
+    script.write_text("trap '' TERM\nsleep 60 &\necho $! > grandchild\nwhile :; do wait; done\n")
+
+    async def scenario() -> int:
+        child = ChildProcess("c", ["bash", "-c", f"cd {tmp_path} && exec bash stubborn.sh"], log=None)
+        while not (tmp_path / "grandchild").exists() or not (tmp_path / "grandchild").read_text().strip():
+            await asyncio.sleep(0.02)
+        assert await child.end(grace_s=0.3) == -signal.SIGKILL
+        return int((tmp_path / "grandchild").read_text())
+
+    assert _until_dead(asyncio.run(scenario()))
+
+
+def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "from miles_hpc.control.children import ChildProcess\n"
+        "import sys, time\n"
+        "c = ChildProcess('c', ['sleep', '60'], log=None)\n"
+        "print(c.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert _alive(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert _until_dead(pid)

@@ -1,0 +1,155 @@
+"""The controller's pure parts: schedules, numbers of a step, and what a term starts from."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints.journal import BatchFormed, GroupDropped, JournalWriter, StepDone, TermStarted, read_journals
+from checkpoints.manifest import (
+    Counters,
+    JournalPosition,
+    Manifest,
+    extend_lineage,
+    newest_complete,
+    publish_manifest,
+    started_after,
+)
+from miles_hpc.controller.durable import DurableJournal
+from miles_hpc.controller.measure import eval_summary
+from miles_hpc.controller.recovery import plan_start
+from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
+from miles_hpc.core.config import SftConfig, TrainConfig
+from miles_hpc.core.types import (
+    GroupPurpose,
+    GroupSummary,
+    PayloadRef,
+    SampleStatus,
+    TrajectorySummary,
+    WeightVersion,
+)
+from miles_hpc.dataflow.buffer import owned_record
+
+
+def _summary(group_id: int, version: WeightVersion, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
+    return GroupSummary(
+        group_id=group_id,
+        attempt=0,
+        purpose=GroupPurpose.TRAIN,
+        payload=PayloadRef(path=f"journal/spool/{group_id}", n_bytes=1, crc32=0),
+        trajectories=tuple(
+            TrajectorySummary(
+                index=i,
+                n_tokens=10,
+                n_loss_tokens=4,
+                reward=reward,
+                status=SampleStatus.COMPLETED,
+                turns=1,
+                oldest_version=version,
+                label="ab"[i % 2],
+            )
+            for i, reward in enumerate(rewards)
+        ),
+        duration_s=1.0,
+        generation_s=1.0,
+        environment_s=0.0,
+    )
+
+
+def test_learning_rates() -> None:
+    sft = SftConfig(steps=100, lr=1.0, lr_warmup_steps=10, lr_decay_from=0.6, lr_min_ratio=0.1)
+    assert sft_lr(sft, 1) == pytest.approx(0.1)
+    assert sft_lr(sft, 10) == sft_lr(sft, 60) == 1.0
+    assert sft_lr(sft, 81) == pytest.approx(0.5)
+    assert sft_lr(sft, 100) == pytest.approx(0.1)
+    train = TrainConfig(lr=2.0, lr_warmup_steps=4)
+    assert [rl_lr(train, s) for s in (1, 2, 4, 9)] == [0.5, 1.0, 2.0, 2.0]
+
+
+@given(n=st.integers(1, 40), batch=st.integers(1, 30), seed=st.integers(0, 9), steps=st.integers(1, 12))
+def test_sft_batches_pass_over_all_data_before_any_repeats(n: int, batch: int, seed: int, steps: int) -> None:
+    drawn = [i for step in range(1, steps + 1) for i in sft_batch(n, batch, step, seed)]
+    assert len(drawn) == steps * batch
+    for start in range(0, len(drawn), n):
+        part = drawn[start : start + n]
+        assert len(set(part)) == len(part) and set(part) <= set(range(n))
+    assert sft_batch(n, batch, steps, seed) == drawn[-batch:]  # a resumed run draws the same
+
+
+def test_sft_without_data_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no demonstrations"):
+        sft_batch(0, 4, 1, 0)
+
+
+def test_eval_summary_by_label() -> None:
+    version = WeightVersion(1, 0)
+    mean, by_label = eval_summary([_summary(0, version), _summary(1, version, (1.0, 1.0))])
+    assert mean == 0.75 and by_label == {"a": 0.5, "b": 1.0}
+    assert eval_summary([]) == (0.0, {})
+
+
+def test_a_fresh_run_starts_at_nothing(tmp_path: Path) -> None:
+    plan = plan_start(newest_complete(tmp_path / "checkpoints"), read_journals(tmp_path / "journal"), reuse=True)
+    assert (plan.step, plan.next_group_id, plan.pending, plan.owned) == (0, 0, (), ())
+
+
+def _run_to_step_2(root: Path) -> Manifest:
+    """Term 1: groups 0 to 5 handed out; 0 and 1 trained at step 1, 2 dropped, 3 trained with 4 at step 2; 5 pending."""
+    version = WeightVersion(1, 0)
+    with JournalWriter.create(root / "journal", TermStarted(term=1, attempt=1)) as journal:
+        journal.append(*(owned_record(_summary(g, version)) for g in (0, 1, 3, 4)))
+        journal.append(BatchFormed(step=1, group_ids=(0, 1), staleness=(0, 0)), StepDone(step=1, version=(1, 1)))
+        journal.append(GroupDropped(group_id=2, reason="stale"))
+        journal.append(BatchFormed(step=2, group_ids=(3, 4), staleness=(1, 1)), StepDone(step=2, version=(1, 2)))
+        manifest = Manifest(
+            run="r",
+            term=1,
+            step=2,
+            attempt=1,
+            lineage=extend_lineage((), 1, 2),
+            counters=Counters(next_group_id=6, pending=(5,)),
+            journal=JournalPosition(term=1, offset=journal.offset),
+            files={},
+        )
+        folder = root / "checkpoints" / "step_000002.t000001"
+        folder.mkdir(parents=True)
+        publish_manifest(folder, manifest, lambda: None)
+        # after the manifest: one more step that no manifest contains, and groups of a version that never counts
+        journal.append(owned_record(_summary(5, WeightVersion(1, 2))), owned_record(_summary(6, WeightVersion(1, 3))))
+        journal.append(BatchFormed(step=3, group_ids=(5, 6), staleness=(0, 0)), StepDone(step=3, version=(1, 3)))
+    return manifest
+
+
+def test_a_restart_takes_over_what_was_owned_and_not_trained(tmp_path: Path) -> None:
+    manifest = _run_to_step_2(tmp_path)
+    plan = plan_start(newest_complete(tmp_path / "checkpoints"), read_journals(tmp_path / "journal"), reuse=True)
+    assert plan.step == 2 and plan.trained_groups == 4
+    assert plan.next_group_id == 6 and plan.pending == (5,)
+    assert [g.group_id for g in plan.owned] == [5, 6]
+    assert plan.forks == {1: 2}
+    started = started_after(manifest, term=2, attempt=2)
+    assert (started.base_term, started.base_step) == (1, 2)
+
+
+def test_without_reuse_everything_is_sampled_again(tmp_path: Path) -> None:
+    _run_to_step_2(tmp_path)
+    plan = plan_start(newest_complete(tmp_path / "checkpoints"), read_journals(tmp_path / "journal"), reuse=False)
+    assert plan.owned == () and plan.pending == (5,)
+
+
+def test_concurrent_appends_are_durable_and_in_order(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with JournalWriter.create(tmp_path, TermStarted(term=1, attempt=1)) as writer:
+            journal = DurableJournal(writer)
+            await asyncio.gather(*(journal.append(GroupDropped(group_id=i, reason="x")) for i in range(50)))
+            await journal.flush()
+            assert journal.idle
+            await journal.append()
+
+    asyncio.run(scenario())
+    records = list(read_journals(tmp_path)[1].records())[1:]
+    assert [r.group_id for r in records] == list(range(50))

@@ -1,0 +1,123 @@
+"""Parsing of what Slurm prints, and what happens where there is no Slurm or it misbehaves."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.cluster.slurm import Slurm, SlurmError, Step, parse_jobs
+from miles_hpc.core.errors import DeadlineExpired, UserError
+from tests.fakes.fake_slurm import FakeSlurm
+
+# Printed by scontrol 22.05.8 for a job whose output path and component name hold spaces; shortened in the middle.
+HET_JOB = """\
+JobId=4 HetJobId=4 HetJobOffset=0 JobName=x-trainer HetJobIdSet=4-6 UserId=root(0) JobState=RUNNING \
+Reason=None Dependency=(null) Requeue=1 Restarts=2 ExitCode=0:0 RunTime=00:00:03 TimeLimit=00:02:00 \
+StartTime=2026-11-29T16:21:54 EndTime=2026-11-29T16:23:54 Partition=trainer AllocNode:Sid=localhost:3578 \
+ReqNodeList=(null) ExcNodeList=(null) NodeList=t[1-2] BatchHost=t1 NumNodes=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:* \
+TRES=cpu=2,node=2,billing=2 Command=/tmp/p.sh StdErr=/tmp/a b/slurm-4.out StdOut=/tmp/a b/slurm-4.out Power=
+JobId=6 HetJobId=4 HetJobOffset=2 JobName=x sandbox JobState=PENDING Reason=Resources Restarts=0 ExitCode=0:0 \
+EndTime=Unknown NodeList=(null)
+JobId=5 HetJobId=4 HetJobOffset=1 JobName=x-rollout JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=3:0 \
+EndTime=2026-11-29T16:22:10 NodeList=r[1-2]
+"""
+
+
+def test_components_of_a_het_job() -> None:
+    trainer, rollout, sandbox = parse_jobs(HET_JOB)
+    assert (trainer.job_id, trainer.offset, trainer.name, trainer.state) == (4, 0, "x-trainer", "RUNNING")
+    assert (trainer.nodes, trainer.restarts, trainer.reason) == ("t[1-2]", 2, "")
+    assert trainer.end_time == datetime(2026, 11, 29, 16, 23, 54).timestamp()
+    assert (rollout.state, rollout.exit_code, rollout.active) == ("FAILED", "3:0", False)
+    assert (sandbox.name, sandbox.nodes, sandbox.reason, sandbox.end_time) == ("x sandbox", "", "Resources", None)
+    assert sandbox.active
+
+
+def test_a_plain_job_and_nothing() -> None:
+    assert parse_jobs("JobId=7 JobName=a JobState=COMPLETED EndTime=Unknown")[0].offset == 0
+    assert parse_jobs("No jobs in the system\n") == []
+
+
+def test_no_slurm_on_the_machine(tmp_path: Path) -> None:
+    slurm = Slurm(environ={"PATH": str(tmp_path)})
+    for call in (slurm.require, slurm.partitions, lambda: slurm.components(1), lambda: slurm.submit("#!/bin/bash")):
+        with pytest.raises(UserError, match=r"no Slurm on this machine: '.*' is not on PATH"):
+            call()
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def client(folder: Path, **more: str) -> Slurm:
+    return Slurm(environ={"PATH": f"{folder}:/usr/bin:/bin", **more}, timeout_s=20.0)
+
+
+def test_submission_hands_over_text_and_reads_the_leaders_id(tmp_path: Path) -> None:
+    program(tmp_path, "sbatch", f'echo "$@" > {tmp_path}/arguments; cat > {tmp_path}/script; echo "123;cluster"')
+    assert client(tmp_path).submit("#!/bin/bash\ntrue\n", dependency="afterany:7") == 123
+    assert (tmp_path / "arguments").read_text() == "--parsable --dependency=afterany:7\n"
+    assert (tmp_path / "script").read_text() == "#!/bin/bash\ntrue\n"
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n# from a file\n")
+    client(tmp_path).submit(script)
+    assert "from a file" in (tmp_path / "script").read_text()
+
+
+def test_an_outer_allocations_variables_do_not_reach_sbatch(tmp_path: Path) -> None:
+    program(tmp_path, "sbatch", f"env > {tmp_path}/environment; cat > /dev/null; echo 1")
+    leak = {"SLURM_CPUS_PER_TASK": "4", "SBATCH_PARTITION": "x", "SLURM_CONF": "/c", "HOME": "/home/me"}
+    client(tmp_path, **leak).submit("#!/bin/bash\n")
+    seen = (tmp_path / "environment").read_text()
+    assert "SLURM_CONF=/c" in seen
+    assert "HOME=/home/me" in seen
+    assert "CPUS_PER_TASK" not in seen
+    assert "SBATCH" not in seen
+
+
+def test_a_refusal_carries_sbatchs_words(tmp_path: Path) -> None:
+    program(tmp_path, "sbatch", 'cat > /dev/null; echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
+    with pytest.raises(UserError, match=r"Slurm refused the job: .*invalid partition specified: x"):
+        client(tmp_path).submit("#!/bin/bash\n")
+
+
+def test_an_unknown_job_has_no_components_and_other_failures_are_errors(tmp_path: Path) -> None:
+    program(tmp_path, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert client(tmp_path).components(9) == []
+    assert client(tmp_path).steps(9) == []
+    program(tmp_path, "scontrol", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    with pytest.raises(SlurmError, match=r"scontrol -o show job 9: .*Unable to contact"):
+        client(tmp_path).components(9)
+
+
+def test_no_configuration_reads_as_no_slurm(tmp_path: Path) -> None:
+    program(tmp_path, "sinfo", 'echo "sinfo: fatal: Could not establish a configuration source" >&2; exit 1')
+    with pytest.raises(UserError, match=r"no Slurm on this machine: .*set SLURM_CONF"):
+        client(tmp_path).partitions()
+
+
+def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
+    program(tmp_path, "sinfo", "exec sleep 60")
+    slurm = Slurm(environ={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout_s=0.5)
+    with pytest.raises(DeadlineExpired, match=r"sinfo .*: no answer after"):
+        slurm.partitions()
+
+
+def test_steps_of_all_components(tmp_path: Path) -> None:
+    program(tmp_path, "scontrol", f"cat <<'END'\n{HET_JOB}END")
+    program(
+        tmp_path, "squeue", f'echo "$@" > {tmp_path}/arguments; printf "4.0|t[1-2]|trainer-1\\n4.batch|t1|batch\\n"'
+    )
+    assert client(tmp_path).steps(4) == [Step(id="4.0", name="trainer-1", nodes="t[1-2]")]
+    assert "--jobs=4,6" in (tmp_path / "arguments").read_text()
+
+
+def test_the_fake_has_the_clients_interface() -> None:
+    for name, method in inspect.getmembers(Slurm, inspect.isfunction):
+        if not name.startswith("_") and name != "release_now":
+            assert inspect.signature(getattr(FakeSlurm, name)) == inspect.signature(method), name

@@ -1,0 +1,154 @@
+"""The run directory: whose it is, what goes into it, and that nothing is written before everything was checked."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.cluster.submit import (
+    check_idle,
+    check_owner,
+    config_digest,
+    prepare,
+    read_job,
+    submit_prepared,
+)
+from miles_hpc.core.config import RunConfig
+from miles_hpc.core.errors import UserError
+from miles_hpc.core.load import load_prepared
+from miles_hpc.core.paths import RunPaths
+from tests.fakes.fake_slurm import FakeSlurm
+from tests.unit.runs import make_run, make_site
+
+JOB = "#!/bin/bash\n#SBATCH --job-name=a\n#SBATCH hetjob\n#SBATCH --job-name=b\n"
+
+
+def prepared(folder: Path, run: RunConfig | None = None) -> RunPaths:
+    paths = RunPaths(folder / "run")
+    prepare(run or make_run(), make_site(), paths, source="# as written\n", job_text=JOB)
+    return paths
+
+
+def test_what_lies_in_a_prepared_directory(tmp_path: Path) -> None:
+    seen = []
+    paths = RunPaths(tmp_path / "deep" / "run")
+    prepare(
+        make_run(),
+        make_site(),
+        paths,
+        source="# as written\n",
+        job_text=JOB,
+        materialise=lambda run, where: seen.append((run, where)),
+    )
+    assert seen == [(make_run(), paths)]
+    assert paths.run_toml.read_text() == "# as written\n"
+    assert paths.job_script.read_text() == JOB
+    assert load_prepared(paths.root) == (make_run(), make_site())
+    assert stat.S_IMODE(paths.secret.stat().st_mode) == 0o600
+    assert len(bytes.fromhex(paths.secret.read_text().strip())) == 32
+    identity = json.loads(paths.identity.read_text())
+    assert identity["run"] == "tiny"
+    assert identity["config_digest"] == config_digest(make_run())
+    assert paths.attempts.is_dir()
+    assert not [path.name for path in paths.root.iterdir() if path.name.startswith(".")]
+
+
+def test_preparing_again_keeps_identity_and_secret(tmp_path: Path) -> None:
+    paths = prepared(tmp_path)
+    kept = (paths.identity.read_bytes(), paths.secret.read_bytes())
+    longer = make_run("rollout.n_steps=200")
+    assert check_owner(longer, paths)
+    prepare(longer, make_site(), paths, source="", job_text="#!/bin/bash\n# next\n")
+    assert (paths.identity.read_bytes(), paths.secret.read_bytes()) == kept
+    assert load_prepared(paths.root)[0].rollout.n_steps == 200
+    assert paths.run_toml.read_text() == "# as written\n"
+    assert paths.job_script.read_text() == "#!/bin/bash\n# next\n"
+
+
+def test_fresh_and_empty_directories_are_nobodys(tmp_path: Path) -> None:
+    assert not check_owner(make_run(), RunPaths(tmp_path / "new"))
+    assert not check_owner(make_run(), RunPaths(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "job.time=00:10:00",
+        "rollout.n_steps=500",
+        "control.lease_s=30",
+        "checkpoint.keep=9",
+        "groups.rollout.nodes=1",
+        "python.trainer=/p",
+        "site=elsewhere",
+    ],
+)
+def test_changes_that_continue_a_run(tmp_path: Path, override: str) -> None:
+    assert check_owner(make_run(override), prepared(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("train.lr=0.1", "(train.lr: 0.0003 there, 0.1 here)"),
+        ("seed=9", "(seed: 0 there, 9 here)"),
+        ("groups.trainer.nodes=4", "(groups.trainer.nodes: 2 there, 4 here)"),
+        ("rollout.rollout_batch_size=4", "(rollout.rollout_batch_size: 16 there, 4 here)"),
+        ("environment.options.x=1", "(environment.options: {} there, None here)"),
+    ],
+)
+def test_changes_that_make_another_run(tmp_path: Path, override: str, difference: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_owner(make_run(override), prepared(tmp_path))
+    assert "belongs to run 'tiny' with another configuration" in str(caught.value)
+    assert difference in str(caught.value)
+
+
+def test_directories_of_others(tmp_path: Path) -> None:
+    paths = prepared(tmp_path)
+    with pytest.raises(UserError, match=r"belongs to run 'tiny', not 'other'"):
+        check_owner(make_run("name=other"), paths)
+    paths.identity.write_text("{")
+    with pytest.raises(UserError, match=r"can't be read"):
+        check_owner(make_run(), paths)
+    paths.identity.unlink()
+    with pytest.raises(UserError, match=r"is not empty and has no identity"):
+        check_owner(make_run(), paths)
+    with pytest.raises(UserError, match=r"is a file"):
+        check_owner(make_run(), RunPaths(paths.secret))
+
+
+def test_of_two_submissions_one_gets_the_directory(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    assert not check_owner(make_run("name=late"), paths)  # both looked while nobody was there
+    prepared(tmp_path)
+    with pytest.raises(UserError, match=r"belongs to run 'tiny'"):
+        prepare(make_run("name=late"), make_site(), paths, source="late")
+    assert paths.run_toml.read_text() == "# as written\n"
+
+
+def test_the_job_is_noted_with_those_before_it(tmp_path: Path) -> None:
+    slurm, paths = FakeSlurm(), prepared(tmp_path)
+    assert read_job(paths) is None
+    check_idle(paths, slurm)
+    first = submit_prepared(paths, slurm)
+    assert slurm.submitted == [JOB]
+    assert slurm.state(first) == ["PENDING", "PENDING"]
+    with pytest.raises(UserError, match=rf"job {first} of this run is PENDING"):
+        check_idle(paths, slurm)
+    slurm.finish(first, "TIMEOUT")
+    check_idle(paths, slurm)
+    second = submit_prepared(paths, slurm, dependency=f"afterany:{first}")
+    assert (read_job(paths), slurm.dependencies) == (second, ["", f"afterany:{first}"])
+    assert json.loads(paths.job.read_text())["previous"] == [first]
+    slurm.forget(second)
+    check_idle(paths, slurm)
+
+
+def test_a_refused_job_is_not_noted(tmp_path: Path) -> None:
+    paths = prepared(tmp_path)
+    with pytest.raises(UserError, match=r"Slurm refused the job: no"):
+        submit_prepared(paths, FakeSlurm(refusal="no"))
+    assert read_job(paths) is None

@@ -1,0 +1,146 @@
+"""Rules across fields: each broken rule gives one line that names the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from miles_hpc.core.config import GroupConfig, SiteConfig, SitePartition
+from miles_hpc.core.errors import UserError
+from miles_hpc.core.load import validate
+from miles_hpc.core.validate import partition_of
+from tests.unit.runs import make_run, make_site
+
+
+def gpu_site(**changes: object) -> SiteConfig:
+    partitions = [
+        SitePartition(name="gpu", roles=["trainer", "rollout"], gpus_per_node=4, cpus_per_node=64, nodes=8),
+        SitePartition(name="big", roles=[], gpus_per_node=8),
+        SitePartition(name="cpu", roles=["sandbox"]),
+    ]
+    return msgspec.structs.replace(SiteConfig(name="gpus", partitions=partitions), **changes)  # type: ignore[arg-type]
+
+
+def test_the_plain_run_is_valid_everywhere() -> None:
+    validate(make_run(), make_site())
+    validate(make_run(), make_site("laptop"))
+    validate(make_run("groups.trainer.gpus_per_node=4", "groups.trainer.ranks_per_node=4"), gpu_site())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("name=a b", "name: expected 1 to 64 letters"),
+        ("name=", "name: expected"),
+        ("rollout.n_steps=0", "rollout.n_steps = 0: expected at least 1"),
+        ("rollout.n_samples_per_prompt=-1", "rollout.n_samples_per_prompt = -1: expected at least 1"),
+        ("rollout.temperature=0", "rollout.temperature = 0.0: expected more than 0"),
+        ("rollout.top_p=1.5", "rollout.top_p = 1.5: expected at most 1"),
+        ("rollout.max_weight_staleness=-1", "rollout.max_weight_staleness = -1: expected 0 or more"),
+        ("rollout.max_admitted_batches=0.5", "rollout.max_admitted_batches = 0.5: expected at least 1"),
+        ("control.lease_s=nan", "control.lease_s = nan: expected more than 0"),
+        ("rollout.engine=troch", "rollout.engine: no engine named 'troch': did you mean 'torch'?"),
+        ("train.backend=zzz", "train.backend: no backend named 'zzz': expected one of "),
+        ("environment.name=shel", "environment.name: no environment named 'shel': did you mean 'shell'?"),
+        ("model.config={}", "model: neither is given"),
+        ("model.path=/somewhere", "model: both are given"),
+        ("model.tokenizer=", "model.tokenizer: needed when model.config"),
+        ("model.tokenizer=/nowhere", "model.tokenizer: no tokenizer.json in /nowhere"),
+        ("model.config={a = 1}", "model.config: 'model_type' is missing"),
+        ("train.row_tokens=128", "train.row_tokens = 128 is less than rollout.max_trajectory_tokens = 256"),
+        ("train.max_tokens_per_microbatch=100", "train.max_tokens_per_microbatch = 100 is less than train.row_tokens"),
+        ("control.lost_after_s=0.5", "control.lost_after_s = 0.5 must be more than control.heartbeat_interval_s"),
+        ("job.signal_s=70000", "job.signal_s = 70000: expected 0 to 65535"),
+        ("job.account=a b", 'job.account = "a b": expected no spaces'),
+        ("job.extra_directives=['exclusive']", "job.extra_directives: 'exclusive': expected an sbatch option"),
+        ('job.extra_directives=["--a\\nrm"]', "job.extra_directives: "),
+        ("groups.rollout.nodes=0", "groups.rollout: nodes = 0: expected at least 1"),
+        ("groups.rollout.ranks_per_node=2", "groups.rollout: ranks_per_node = 2: only the trainer has ranks"),
+        ("groups.trainer.gpus_per_node=1", "groups.trainer: gpus_per_node = 1, but partition 'trainer' of site"),
+        ("groups.trainer.partition=tariner", "groups.trainer: site 'slurm_box' has no partition 'tariner'"),
+    ],
+)
+def test_rules(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(make_run(override), make_site())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("groups.trainer.gpus_per_node=8", "gpus_per_node = 8, but partition 'gpu' of site 'gpus' has 4 GPUs per node"),
+        ("groups.trainer.nodes=9", "nodes = 9, but partition 'gpu' of site 'gpus' has 8 nodes"),
+        ("groups.rollout.cpus_per_task=65", "= 65, but partition 'gpu' of site 'gpus' has 64 CPUs per node"),
+        ("groups.sandbox.gpus_per_node=1", "gpus_per_node = 1, but partition 'cpu' of site 'gpus' has 0 GPUs per node"),
+    ],
+)
+def test_what_a_partition_has(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(make_run(override), gpu_site())
+    assert message in str(caught.value)
+
+
+def test_a_gpu_has_one_rank() -> None:
+    run = make_run("groups.trainer.gpus_per_node=2", "groups.trainer.ranks_per_node=4")
+    with pytest.raises(UserError, match=r"ranks_per_node = 4 but gpus_per_node = 2"):
+        validate(run, gpu_site())
+
+
+def test_the_groups_own_partition_counts() -> None:
+    validate(make_run("groups.trainer.gpus_per_node=8", "groups.trainer.partition=big"), gpu_site())
+    assert partition_of(gpu_site(), "trainer", GroupConfig(nodes=1, partition="big")) == gpu_site().partitions[1]
+    assert partition_of(gpu_site(), "sandbox", GroupConfig(nodes=1)) == gpu_site().partitions[2]
+
+
+def test_a_site_without_a_partition_for_a_role() -> None:
+    site = gpu_site(partitions=[SitePartition(name="gpu", roles=["trainer", "rollout"])])
+    with pytest.raises(UserError, match=r"groups.sandbox: site 'gpus' has no partition for role 'sandbox'"):
+        validate(make_run(), site)
+    validate(make_run("groups.sandbox.nodes=0"), site)
+
+
+def test_accounts_and_layouts() -> None:
+    with pytest.raises(UserError, match=r"job.account: site 'gpus' refuses jobs without an account"):
+        validate(make_run(), gpu_site(requires_account=True))
+    validate(make_run("job.account=proj_g"), gpu_site(requires_account=True))
+    with pytest.raises(UserError, match=r"layout 'split'"):
+        validate(make_run(), gpu_site(layout="split"))
+
+
+def test_trajectories_fit_into_the_model(tmp_path: Path) -> None:
+    longer = ("rollout.max_trajectory_tokens=1024", "train.row_tokens=1024")
+    with pytest.raises(UserError, match=r"= 1024 is more than the model's max_position_embeddings = 512"):
+        validate(make_run(*longer), make_site())
+    folder = tmp_path / "model"
+    at = ("model.config={}", f"model.path={folder}", "model.tokenizer=")
+    with pytest.raises(UserError, match=r"model.path: no config.json in .*/model: expected a Hugging Face"):
+        validate(make_run(*at), make_site())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1000}))
+    validate(make_run(*at), make_site())
+    with pytest.raises(UserError, match=r"max_position_embeddings = 1000"):
+        validate(make_run(*at, *longer), make_site())
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"can't read"):
+        validate(make_run(*at), make_site())
+
+
+def test_without_a_scheduler_the_machine_itself_counts() -> None:
+    with pytest.raises(UserError, match=r"gpus_per_node = 1, but site 'laptop' has 0 GPUs"):
+        validate(make_run("groups.trainer.gpus_per_node=1"), make_site("laptop"))
+
+
+def test_memory_is_stated_for_later_components_as_well() -> None:
+    with pytest.raises(UserError, match=r"groups.rollout.mem: needed because groups.trainer.mem is set"):
+        validate(make_run("groups.trainer.mem=8G"), make_site())
+    validate(make_run("groups.sandbox.mem=8G"), make_site())
+    validate(make_run(*(f"groups.{role}.mem=8G" for role in ("trainer", "rollout", "sandbox"))), make_site())
+
+
+def test_a_dotted_path_is_not_imported() -> None:
+    validate(make_run("rollout.engine=no.such.module:Engine"), make_site())
