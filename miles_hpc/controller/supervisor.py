@@ -62,6 +62,7 @@ class Supervisor:
         self._watchers: set[asyncio.Task[None]] = set()
         self._controller: ChildProcess | None = None
         self._ending = False
+        self.terminated = False  # ended from outside: whoever did that decides whether there is a next allocation
         self._failed: asyncio.Future[str] | None = None
 
     async def run(self) -> int:
@@ -230,7 +231,7 @@ class Supervisor:
         self._events.note("signal", signal=number.name)
         print(f"supervisor: {number.name}: told the controller", file=sys.stderr, flush=True)
         if number != signal.SIGUSR1:
-            self._ending = True  # nothing is started any more: Slurm ends the steps as well
+            self.terminated = self._ending = True  # nothing is started any more: Slurm ends the steps as well
         if self._controller is not None:
             self._controller.signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
 
