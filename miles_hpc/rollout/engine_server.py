@@ -58,9 +58,11 @@ class EngineServer:
         if isinstance(message, EngineInfo):
             return await self.engine.describe()
         if isinstance(message, EndSession):
-            return await self.engine.end_session(message.session_id)
+            await self.engine.end_session(message.session_id)
+            return None
         if isinstance(message, AbortGeneration):
-            return await self.engine.abort(message.request_id)
+            await self.engine.abort(message.request_id)
+            return None
         if isinstance(message, EngineSync):
             return await self.engine.sync(
                 message.version, message.source, message.plan_digest, deadline_s=message.deadline_s

@@ -249,8 +249,7 @@ class RolloutHost:
         """An engine that is gone gets nothing more; one that merely refused a request stays."""
         if self._events is not None:
             self._events.verdict("engine_failed", engine=error.engine, evidence=str(error))
-        gone = isinstance(error.__cause__, (PeerLost, DeadlineExpired)) or error.__cause__ is None
-        if gone and self.slots.set_alive(error.engine, False):
+        if error.gone and self.slots.set_alive(error.engine, False):
             self.announce()
 
     # ------------------------------------------------------------------------------------------- weights

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import MilesError, UserError
+from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, UserError
 from miles_hpc.core.messages import GenerateGroup
 from miles_hpc.core.types import FinishReason, GroupPurpose, SampleStatus
 from miles_hpc.dataflow.source import derive_seed
@@ -43,11 +43,12 @@ _FREE_SESSION_S = 5.0
 
 
 class EngineFailed(MilesError):
-    """An engine didn't do its part. `engine` is its name; the cause is chained."""
+    """An engine didn't do its part. `engine` is its name; with `gone` it isn't worth another request."""
 
-    def __init__(self, engine: str, text: str) -> None:
+    def __init__(self, engine: str, text: str, *, gone: bool = False) -> None:
         super().__init__(f"engine {engine}: {text}")
         self.engine = engine
+        self.gone = gone
 
 
 @dataclass(frozen=True)
@@ -229,12 +230,14 @@ class _Player:
                 await engine.abort(request)
                 done, _ = await asyncio.wait({answer}, timeout=_ABORT_GRACE_S)
             if not done:
-                raise EngineFailed(engine.name, f"no answer to {request} {_ABORT_GRACE_S:.0f} s after its abort")
+                text = f"no answer to {request} {_ABORT_GRACE_S:.0f} s after its abort"
+                raise EngineFailed(engine.name, text, gone=True)
             return answer.result()
         except (MilesError, OSError) as error:
             if isinstance(error, EngineFailed):
                 raise
-            raise EngineFailed(engine.name, f"{type(error).__name__}: {error}") from error
+            gone = isinstance(error, PeerLost | DeadlineExpired | OSError)
+            raise EngineFailed(engine.name, f"{type(error).__name__}: {error}", gone=gone) from error
         except asyncio.CancelledError:
             await _quietly(engine.abort(request))
             raise

@@ -27,6 +27,7 @@ class _Placed:
     """Where a sandbox lives."""
 
     host: str
+    endpoint: Endpoint | None
     files: dict[str, str]
     used: bool = False  # a command was answered
 
@@ -78,7 +79,7 @@ class SandboxClient:
 
     async def create(self, sandbox_id: str, files: dict[str, str]) -> None:
         """A new sandbox with these text files in its working folder."""
-        placed = _Placed(host="", files=files)
+        placed = _Placed(host="", endpoint=None, files=files)
         for move in range(self._max_moves + 1):
             try:
                 await self._place(sandbox_id, placed)
@@ -102,8 +103,8 @@ class SandboxClient:
         moves = 0
         while True:
             try:
-                endpoint = self._hosts.get(placed.host)
-                if endpoint is None:
+                endpoint = placed.endpoint
+                if endpoint is None or self._hosts.get(placed.host) is not endpoint:
                     raise PeerLost(f"sandbox host {placed.host} is gone, and sandbox {sandbox_id} with it")
                 reply = await endpoint.call(message, deadline_s=self._timeout_s + _OVERHEAD_S)
                 if not isinstance(reply.message, SandboxResult):
@@ -111,7 +112,7 @@ class SandboxClient:
                 placed.used = True
                 return reply.message
             except PeerLost:
-                self._lost(placed.host)
+                self._lost(placed)
                 moves += 1
                 if placed.used or moves > self._max_moves:
                     raise
@@ -120,13 +121,13 @@ class SandboxClient:
     async def destroy(self, sandbox_id: str) -> None:
         """End the sandbox; not waited for, and unknown names are fine (a lost host's sandboxes end with it)."""
         placed = self._placed.pop(sandbox_id, None)
-        if placed is None or placed.host not in self._hosts:
+        if placed is None or placed.endpoint is None or self._hosts.get(placed.host) is not placed.endpoint:
             return
         self._load[placed.host] -= 1
         try:
-            await self._hosts[placed.host].notify(SandboxDestroy(sandbox_id=sandbox_id))
+            await placed.endpoint.notify(SandboxDestroy(sandbox_id=sandbox_id))
         except PeerLost:
-            self._lost(placed.host)
+            self._lost(placed)
 
     # ------------------------------------------------------------------------------------------- details
 
@@ -138,22 +139,24 @@ class SandboxClient:
             except TimeoutError:
                 raise deadline.error() from None
         placed.host = min(self._hosts, key=lambda name: self._load[name])
+        placed.endpoint = self._hosts[placed.host]
         self._load[placed.host] += 1
         try:
             message = SandboxCreate(sandbox_id=sandbox_id, files=placed.files)
-            await self._hosts[placed.host].call(message, deadline_s=_OVERHEAD_S)
+            await placed.endpoint.call(message, deadline_s=_OVERHEAD_S)
         except PeerLost:
-            self._lost(placed.host)
+            self._lost(placed)
             raise
         except BaseException:
-            if placed.host in self._load:
+            if self._hosts.get(placed.host) is placed.endpoint:
                 self._load[placed.host] -= 1
             raise
 
-    def _lost(self, host: str) -> None:
-        endpoint = self._hosts.get(host)
-        if endpoint is not None and endpoint.closed.is_set():
-            self.remove_host(host)
+    def _lost(self, placed: _Placed) -> None:
+        """The endpoint that served this sandbox failed: forget the host, unless a newer endpoint took its place."""
+        endpoint = placed.endpoint
+        if endpoint is not None and self._hosts.get(placed.host) is endpoint and endpoint.closed.is_set():
+            self.remove_host(placed.host)
 
 
 class LocalSandboxes:

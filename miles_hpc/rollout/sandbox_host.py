@@ -1,7 +1,7 @@
 """The sandbox host: isolated working folders on this node, in which commands are executed for real.
 
     SandboxHost ── start/clear/stop ──▶ launcher (its own namespaces, no network)
-         │                                 └─ one bubblewrap + bash per sandbox
+         │                                 └─ one bash per sandbox, PID 1 of its own namespaces
          └── control socket, output pipe ──▶ that bash: reads commands, runs each in a subshell, tells its status
 
 | promise | how |
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import resource
 import shutil
 import socket
@@ -29,7 +30,6 @@ import sys
 import termios
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -44,84 +44,28 @@ from miles_hpc.core.messages import (
     SandboxStatus,
 )
 from miles_hpc.rollout import sandbox_launcher
+from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, driver, exec_request, files_request
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 
-Isolation = Literal["auto", "bubblewrap"]
+#: `auto` takes the first of unshare and bubblewrap that works here. `none` isn't isolation at all (see SandboxHost).
+Isolation = Literal["auto", "unshare", "bubblewrap", "none"]
+
+
+_QUICK_DEATHS = 5  # of the launcher in a row, each within ten seconds of its start
 
 
 class SandboxError(MilesError):
     """A sandbox couldn't be made or kept; the command's effect is unknown."""
 
 
-@dataclass(frozen=True)
-class SandboxLimits:
-    """Bounds of one sandbox; the first five hold for each of its processes (setrlimit(2))."""
-
-    cpu_s: int = 10
-    memory_bytes: int = 512 << 20  # address space
-    file_bytes: int = 8 << 20  # one file
-    open_files: int = 128
-    processes: int = 48  # of the sandbox together
-    folder_bytes: int = 16 << 20  # /work and /tmp, each
-    command_bytes: int = 64 << 10
-    discard_bytes: int = 1 << 20  # output beyond the caller's limit that is read and dropped before the kill
-    files_bytes: int = 8 << 20  # all files of a create together
-
-
-# PID 1 of a sandbox. It reads from descriptor 3: name, length and content of each file, an empty name, then length and
-# text of each command; names and lengths end with NUL. (`read -N` takes a block at once, `read -d` a byte at a time.)
-# Commands get descriptor 4 as output. The redirections are an `exec` of their own: those of a compound command keep
-# copies of what they replace, at 10 and above, within the command's reach. `trap : INT` keeps an interrupt from ending
-# it; subshells reset it. Where a command names /dev/stderr or the like it runs in a fresh bash, because an undumpable
-# process can't open its own /proc/self/fd.
-_DRIVER = r"""
-ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} -u {processes} || exit 9
-trap : INT
-failed=0
-while IFS= read -r -d '' -u 3 name && [[ $name ]]; do
-  IFS= read -r -d '' -u 3 length
-  IFS= read -r -N "$length" -u 3 text
-  [[ $name != */* ]] || mkdir -p "./${{name%/*}}"
-  printf %s "$text" >"./$name" || failed=1
-done
-echo "$failed" >&3
-unset name text failed
-while IFS= read -r -d '' -u 3 length && IFS= read -r -N "$length" -u 3 command; do
-  (
-    exec </dev/null >&4 2>&1 3<&- 4>&-
-    case $command in (*/dev/std*|*/dev/fd*|*/proc/*) exec bash -c "$command";; esac
-    eval "$command"
-  )
-  echo $? >&3
-done
-"""
-
-
-class _Sandbox:
-    """One sandbox's descriptors and what its bash has said. Belongs to the event loop."""
-
-    def __init__(self, sandbox_id: str, files: Mapping[str, str]) -> None:
-        self.id = sandbox_id
-        self.files = dict(files)
-        self.lock = asyncio.Lock()
-        self.control: socket.socket | None = None
-        self.output = -1
-        self.name = ""  # the launcher's name of the current incarnation
-        self.lines = bytearray()
-        self.status: asyncio.Future[int] | None = None  # what its bash is to say next; None when nothing is awaited
-        self.rest: asyncio.Task[None] | None = None  # large files on their way in
-        self.kept = bytearray()
-        self.n_output = 0
-        self.limit = 0
-        self.overflow = False
-        self.used = time.monotonic()
-
-
 class SandboxHost:
     """Creates sandboxes, executes commands in them, destroys them; `handle` answers the messages.
 
     Call `start` once, `close` at the end. Everything runs in one event loop and nothing blocks it for long.
+
+    With isolation `none`, for nodes without user namespaces and for trusted models only, commands run as this user in a
+    folder under TMPDIR: limits of time, output and size hold, nothing else of the table above does.
     """
 
     def __init__(
@@ -139,11 +83,11 @@ class SandboxHost:
         self._max_live = max_live
         self._launcher: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
-        self._sandboxes: dict[str, _Sandbox] = {}
+        self._sandboxes: dict[str, Sandbox] = {}
         self._incarnations = 0
         self._executed = 0
         self._executing_s = 0.0
-        self._sweeper: asyncio.Task[None] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------------------------------- life
 
@@ -152,15 +96,28 @@ class SandboxHost:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        await self._start_launcher()
-        await self._probe()
-        self._sweeper = asyncio.create_task(self._sweep())
+        kinds = ("unshare", "bubblewrap") if self._wanted == "auto" else (self._wanted,)
+        failures = []
+        for kind in kinds:
+            try:
+                await self._start_launcher(kind)
+                await self._probe(kind)
+                break
+            except UserError as error:
+                failures.append(f"{kind}: {error}")
+                await self.close()
+        else:
+            raise UserError(
+                f"this node can't isolate sandboxes ({'; '.join(failures)}): allow user namespaces "
+                "(sysctl user.max_user_namespaces) or choose isolation 'none' for commands that are trusted"
+            )
+        self._keepers = [asyncio.create_task(self._sweep()), asyncio.create_task(self._keep_launcher(kind))]
 
     async def close(self) -> None:
         """End all sandboxes and the launcher; idempotent."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            self._sweeper = None
+        for keeper in self._keepers:
+            keeper.cancel()
+        self._keepers = []
         for sandbox_id in list(self._sandboxes):
             self.destroy(sandbox_id)
         if self._channel is not None:
@@ -215,7 +172,7 @@ class SandboxHost:
         self.destroy(sandbox_id)
         if len(self._sandboxes) >= self._max_live:
             raise SandboxError(f"{len(self._sandboxes)} sandboxes are live, the limit of this host")
-        sandbox = _Sandbox(sandbox_id, files)
+        sandbox = Sandbox(sandbox_id, files)
         self._sandboxes[sandbox_id] = sandbox
         self._launch(sandbox)
 
@@ -252,7 +209,7 @@ class SandboxHost:
     # ------------------------------------------------------------------------------------------- execution
 
     async def _execute(
-        self, sandbox: _Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
+        self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
     ) -> SandboxResult:
         if sandbox.control is None:
             self._launch(sandbox)
@@ -262,17 +219,20 @@ class SandboxHost:
         sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
         timed_out = False
         status = self._expect_status(sandbox)
-        await self._send(sandbox, b"%d\0%s" % (len(data), data), timeout_s)
         try:
-            code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
-        except TimeoutError:
-            timed_out = True
-            self._tell("clear", sandbox)
+            await self._send(sandbox, exec_request(data), timeout_s)
             try:
-                code = await asyncio.wait_for(status, 5.0)
-                code = 137
+                code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
             except TimeoutError:
-                code = -1
+                timed_out = True
+                self._tell("clear", sandbox)
+                try:
+                    code = 137 if await asyncio.wait_for(status, 5.0) >= 0 else -1
+                except TimeoutError:
+                    code = -1
+        except asyncio.CancelledError:
+            self._end(sandbox)  # nobody waits for what runs; the next command begins anew
+            raise
         sandbox.status = None
         self._drain(sandbox)
         if code < 0:  # PID 1 is gone or doesn't answer: begin anew from the first files
@@ -288,7 +248,7 @@ class SandboxHost:
             duration_s=time.monotonic() - begin,
         )
 
-    async def _ready(self, sandbox: _Sandbox) -> None:
+    async def _ready(self, sandbox: Sandbox) -> None:
         """Wait until the sandbox's bash has written its files."""
         if sandbox.status is None:
             return
@@ -302,9 +262,11 @@ class SandboxHost:
             reason = "its files don't fit" if code > 0 else "it didn't start"
             raise SandboxError(f"sandbox {sandbox.id}: {reason}")
 
-    def _launch(self, sandbox: _Sandbox) -> None:
+    def _launch(self, sandbox: Sandbox) -> None:
         if self._channel is None:
-            raise SandboxError("the sandbox host isn't started")
+            raise SandboxError(
+                "no sandbox launcher: the host isn't started, or its launcher ended and is being replaced"
+            )
         self._incarnations += 1
         sandbox.name = f"{self._incarnations}"
         ours, theirs = socket.socketpair()
@@ -328,8 +290,7 @@ class SandboxHost:
         loop.add_reader(ours.fileno(), self._on_control, sandbox)
         loop.add_reader(output, self._on_output, sandbox)
         self._expect_status(sandbox)
-        files = ((name.encode(), text.encode()) for name, text in sandbox.files.items())
-        data = b"".join(b"%s\0%d\0%s" % (name, len(text), text) for name, text in files) + b"\0"
+        data = files_request(sandbox.files)
         try:
             sent = ours.send(data)
         except OSError:
@@ -337,7 +298,7 @@ class SandboxHost:
         if sent < len(data):
             sandbox.rest = asyncio.create_task(self._send(sandbox, data[sent:], 30.0))
 
-    def _end(self, sandbox: _Sandbox) -> None:
+    def _end(self, sandbox: Sandbox) -> None:
         if sandbox.control is None:
             return
         loop = asyncio.get_running_loop()
@@ -353,11 +314,11 @@ class SandboxHost:
                 sandbox.status.set_result(-1)
             sandbox.status = None
 
-    def _expect_status(self, sandbox: _Sandbox) -> asyncio.Future[int]:
+    def _expect_status(self, sandbox: Sandbox) -> asyncio.Future[int]:
         sandbox.status = asyncio.get_running_loop().create_future()
         return sandbox.status
 
-    async def _send(self, sandbox: _Sandbox, data: bytes, timeout_s: float) -> None:
+    async def _send(self, sandbox: Sandbox, data: bytes, timeout_s: float) -> None:
         if sandbox.control is None:
             return
         try:
@@ -366,14 +327,14 @@ class SandboxHost:
             if sandbox.status is not None and not sandbox.status.done():
                 sandbox.status.set_result(-1)
 
-    def _tell(self, verb: str, sandbox: _Sandbox) -> None:
+    def _tell(self, verb: str, sandbox: Sandbox) -> None:
         if self._channel is not None:
             try:
                 self._channel.send(f"{verb} {sandbox.name}".encode())
             except OSError:
                 pass  # the launcher is gone, and with it the sandbox
 
-    def _on_control(self, sandbox: _Sandbox) -> None:
+    def _on_control(self, sandbox: Sandbox) -> None:
         assert sandbox.control is not None
         try:
             data = sandbox.control.recv(256)
@@ -396,7 +357,7 @@ class SandboxHost:
         if sandbox.status is not None and not sandbox.status.done():
             sandbox.status.set_result(code)
 
-    def _on_output(self, sandbox: _Sandbox) -> None:
+    def _on_output(self, sandbox: Sandbox) -> None:
         try:
             data = os.read(sandbox.output, 65536)
         except BlockingIOError:
@@ -412,7 +373,7 @@ class SandboxHost:
             sandbox.overflow = True
             self._tell("clear", sandbox)
 
-    def _drain(self, sandbox: _Sandbox) -> None:
+    def _drain(self, sandbox: Sandbox) -> None:
         if sandbox.output < 0:
             return
         waiting = struct.unpack("i", fcntl.ioctl(sandbox.output, termios.FIONREAD, b"\0\0\0\0"))[0]
@@ -425,21 +386,16 @@ class SandboxHost:
 
     # ------------------------------------------------------------------------------------------- start and care
 
-    async def _start_launcher(self) -> None:
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise UserError("sandboxes need bubblewrap: no bwrap on this node's PATH")
-        limits = self.limits
-        driver = _DRIVER.format(
-            open_files=limits.open_files,
-            file_kib=limits.file_bytes >> 10,
-            memory_kib=limits.memory_bytes >> 10,
-            cpu_s=limits.cpu_s,
-            processes=limits.processes,
-        )
+    async def _start_launcher(self, kind: str) -> None:
+        bwrap = shutil.which("bwrap") or ""
+        if kind == "bubblewrap" and not bwrap:
+            raise UserError("no bwrap on this node's PATH")
+        # Since Linux 5.14 the process limit counts per user namespace; before, it would count all of the user's.
+        kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+        program_text = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(sandbox_launcher.__file__))
-        arguments = [str(theirs.fileno()), "bubblewrap", driver, bwrap, str(limits.folder_bytes)]
+        arguments = [str(theirs.fileno()), kind, program_text, bwrap, str(self.limits.folder_bytes)]
         try:
             self._launcher = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", "-E", program, *arguments, pass_fds=(theirs.fileno(),), env={}, cwd="/"
@@ -459,17 +415,37 @@ class SandboxHost:
             )
         self._channel, self.isolation = ours, text
 
-    async def _probe(self) -> None:
+    async def _probe(self, kind: str) -> None:
         """One real command, before any is trusted to the sandbox."""
+        user = os.getuid() if kind == "none" else sandbox_launcher.SANDBOX_UID
         self.create("probe", {"a": "1\n"})
         try:
             result = await self.execute("probe", "cat a; id -u", timeout_s=20.0, max_output_bytes=4096)
         except SandboxError as error:
-            raise UserError(f"this node can't isolate sandboxes: {error}") from error
+            raise UserError(str(error)) from error
         finally:
             self.destroy("probe")
-        if result.exit_code != 0 or result.output != f"1\n{sandbox_launcher.SANDBOX_UID}\n":
-            raise UserError(f"this node can't isolate sandboxes: the probe answered {result.output[:200]!r}")
+        if result.exit_code != 0 or result.output != f"1\n{user}\n":
+            raise UserError(f"the probe answered {result.output[:200]!r} with exit code {result.exit_code}")
+
+    async def _keep_launcher(self, kind: str) -> None:
+        """Start the launcher again when it ends. Its sandboxes ended with it; each begins anew at its next command."""
+        quick = 0
+        while quick < _QUICK_DEATHS:
+            assert self._launcher is not None
+            began = time.monotonic()
+            await self._launcher.wait()
+            quick = quick + 1 if time.monotonic() - began < 10.0 else 0
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            for sandbox in self._sandboxes.values():
+                if not sandbox.lock.locked():
+                    self._end(sandbox)
+            try:
+                await self._start_launcher(kind)
+            except UserError:
+                return  # creating and executing say that there is no launcher
 
     async def _sweep(self) -> None:
         """End sandboxes that nobody has used for long: their rollout host is gone."""

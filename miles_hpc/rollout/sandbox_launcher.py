@@ -1,37 +1,40 @@
 """The sandbox launcher: one small process per sandbox host that starts sandboxes and ends them.
 
 Run as a program (`python -I -S -E sandbox_launcher.py ...`), stdlib only, so that it forks cheaply. It enters its own
-user, network, mount, PID and IPC namespaces once; every sandbox is born inside them:
+user, network, mount, PID, IPC and UTS namespaces once, and a read-only root; every sandbox is born inside them:
 
     sandbox host (asyncio)                       network, the run directory, secrets
       └─ launcher, outer half                    waits; dies with the host
-          └─ launcher, PID 1 of its namespaces   no network; ends every sandbox when it ends
-              └─ sandbox: bubblewrap ─▶ bash     PID 1 of its own namespaces, read-only root, no capabilities
+          └─ launcher, PID 1 of its namespaces   no network, read-only root; ends every sandbox when it ends
+              └─ sandbox: bash                   PID 1 of its own namespaces, no capabilities, own /work, /tmp, /proc
                   └─ commands, each in a subshell of that bash
 
-Because the network namespace is made once and inherited, no sandbox pays for one.
+Because network namespace and root are made once and inherited, a sandbox costs one clone(2) and three mounts. Kind
+`unshare` makes it by those calls alone, `bubblewrap` lets bwrap(1) do it; kind `none` has no namespaces, only folders.
 
-Protocol: datagrams over a SOCK_SEQPACKET pair (fd given by --fd), text, fields separated by a blank:
+Protocol: datagrams over a SOCK_SEQPACKET pair, text, fields separated by a blank:
 
     start ID    + 2 fds: the sandbox's control socket and the write end of its output pipe
     clear ID    kill every process in the sandbox but its PID 1
     stop ID     kill the sandbox
     ready KIND / failed TEXT   the launcher's only answers, once, at the start
 
-That a sandbox has ended is seen by its control socket's end of file. Flags and calls: unshare(2), setns(2),
-user_namespaces(7), pid_namespaces(7), prctl(2), bwrap(1).
+That a sandbox has ended, or couldn't begin, is seen by its control socket's end of file. Flags and calls: unshare(2),
+clone(2), setns(2), pivot_root(2), capset(2), prctl(2), user_namespaces(7), pid_namespaces(7).
 """
 
-# ruff: noqa: PTH101, PTH102, PTH112, PTH114, PTH115, PTH211
+# ruff: noqa: PTH101, PTH102, PTH112, PTH114, PTH115, PTH208, PTH211, PTH113
 # No pathlib here: the process stays small, because it forks for others.
 
 import ctypes
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 
 __all__ = ["main"]
 
@@ -51,16 +54,27 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     16384,
     1 << 18,
 )
+MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
 
 #: The unprivileged user that the launcher becomes when it is started by root.
 NOBODY = 65534
-#: Where the launcher builds the read-only root that all sandboxes share; in its own mount namespace only.
-STAGE = "/tmp"
+#: The user as the sandbox sees it.
 SANDBOX_UID = 1000
+#: Files of /work and of /tmp (kind unshare).
+MAX_INODES = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_python = ctypes.PyDLL(None)  # keeps the interpreter's lock over a call, which a raw clone needs
+_SANDBOX_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC
+_SYSCALLS = {
+    "x86_64": {"clone": 56, "pivot_root": 155},
+    "aarch64": {"clone": 220, "pivot_root": 41},
+}.get(os.uname().machine, {})
+_CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+_NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
 
 
 def _check(result: int, what: str) -> None:
@@ -100,62 +114,71 @@ def _enter_namespaces() -> None:
     _write("/proc/self/gid_map", f"0 {gid} 1")
 
 
-def _build_root(shell: str) -> str:
-    """The root that sandboxes share, read-only: /usr, minimal /dev, empty /proc, /tmp and /work. Returns its path."""
+def _build_root(shell: str) -> None:
+    """Make and enter the root that sandboxes share, read-only: /usr, minimal /dev and /etc, no host path else."""
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
-    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    _mount("tmpfs", STAGE, "tmpfs", MS_NOSUID, "size=8m,mode=755")
-    root = f"{STAGE}/root"
-    for folder in ("", "/usr", "/dev", "/proc", "/tmp", "/work", "/etc", "/run"):
-        os.mkdir(root + folder)
-    _mount("/usr", f"{root}/usr", "", MS_BIND | MS_REC)
-    _mount("none", f"{root}/usr", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    root = "/tmp"
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=8m,mode=755")
+    for folder in ("usr", "dev", "proc", "tmp", "work", "etc", "run"):
+        os.mkdir(f"{root}/{folder}")
+    folders = ["usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if os.path.islink(f"/{name}"):  # merged /usr
             os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
         elif os.path.isdir(f"/{name}"):
             os.mkdir(f"{root}/{name}")
-            _mount(f"/{name}", f"{root}/{name}", "", MS_BIND | MS_REC)
-            _mount("none", f"{root}/{name}", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+            folders.append(name)
     if os.path.isdir("/etc/alternatives"):  # Debian's links to the real programs go through it
         os.mkdir(f"{root}/etc/alternatives")
-        _mount("/etc/alternatives", f"{root}/etc/alternatives", "", MS_BIND)
+        folders.append("etc/alternatives")
+    for name in folders:
+        _mount(f"/{name}", f"{root}/{name}", "", MS_BIND | MS_REC)
+        _mount("none", f"{root}/{name}", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     with open(f"{root}/etc/passwd", "w") as file:
         file.write(f"user:x:{SANDBOX_UID}:{SANDBOX_UID}:user:/work:/bin/bash\n")
-    for device in ("null", "zero", "full", "random", "urandom"):
+    if os.path.isfile("/etc/ld.so.cache"):  # without it every program searches its libraries folder by folder
+        with open("/etc/ld.so.cache", "rb") as source, open(f"{root}/etc/ld.so.cache", "wb") as file:
+            file.write(source.read())
+    for device in ("null", "zero", "full", "urandom"):
         with open(f"{root}/dev/{device}", "w"):
             pass
         _mount(f"/dev/{device}", f"{root}/dev/{device}", "", MS_BIND)
+    os.symlink("urandom", f"{root}/dev/random")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{root}/dev/{name}")
-    # PID 1 runs from a copy that may be executed but not read: the kernel makes such a process undumpable
-    # (execve(2), prctl(2) PR_SET_DUMPABLE), so nothing in the sandbox can trace it or open its descriptors.
+    # A sandbox's PID 1 runs from a copy that may be executed but not read: the kernel makes such a process undumpable
+    # (execve(2), prctl(2) PR_SET_DUMPABLE), so nothing in the sandbox can trace it or open its descriptors. This needs
+    # that it has no capability when it executes the copy, and that the copy's mode can't be changed.
     with open(shell, "rb") as file:
         program = file.read()
     with open(f"{root}/run/shell", "wb") as file:
         file.write(program)
     os.chmod(f"{root}/run/shell", 0o111)
-    _mount(root, root, "", MS_BIND | MS_REC)
+    _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _mount("none", root, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
-    return root
+    os.chdir(root)
+    _check(_libc.syscall(_SYSCALLS["pivot_root"], b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", MNT_DETACH), "umount the old root")
+    os.chdir("/")
 
 
 class _Launcher:
-    def __init__(self, channel: socket.socket, kind: str, driver: str, root: str, bwrap: str, size_bytes: int) -> None:
+    """Starts, clears and stops sandboxes of kind unshare or bubblewrap."""
+
+    def __init__(self, channel: socket.socket, kind: str, driver: str, bwrap: str, size: str) -> None:
         self.channel = channel
-        self.kind = kind
         self.pids: dict[str, int] = {}  # sandbox id -> the process that we started
+        self.bwrapped = kind == "bubblewrap"
+        self.size = size
         self.environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LC_ALL": "C", "TERM": "dumb"}
-        self.bwrap = bwrap
-        size = str(size_bytes)
+        self.shell = ["/run/shell", "--noprofile", "--norc", "-c", driver, "bash"]
         # fmt: off
-        self.command = [
+        self.bwrap = [
             bwrap, "--unshare-user", "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID),
-            "--cap-drop", "ALL", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox",
-            "--dev-bind", root, "/", "--proc", "/proc",
+            "--cap-drop", "ALL", "--unshare-pid", "--unshare-ipc",
+            "--dev-bind", "/", "/", "--proc", "/proc",
             "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/work",
-            "--die-with-parent", "--as-pid-1", "--new-session", "--chdir", "/work",
-            "/run/shell", "--noprofile", "--norc", "-c", driver, "bash",
+            "--die-with-parent", "--as-pid-1", "--new-session", "--chdir", "/work", *self.shell,
         ]
         # fmt: on
         self.null = os.open("/dev/null", os.O_RDWR)
@@ -181,24 +204,51 @@ class _Launcher:
 
     def start(self, sandbox: str, fds: list[int]) -> None:
         control, output = fds
-        actions = [
-            (os.POSIX_SPAWN_DUP2, self.null, 0),
-            (os.POSIX_SPAWN_DUP2, self.null, 1),
-            (os.POSIX_SPAWN_DUP2, self.null, 2),
-            (os.POSIX_SPAWN_DUP2, control, 3),
-            (os.POSIX_SPAWN_DUP2, output, 4),
-        ]
         try:
-            self.pids[sandbox] = os.posix_spawn(self.bwrap, self.command, self.environment, file_actions=actions)
+            if self.bwrapped:
+                places = ((self.null, 0), (self.null, 1), (self.null, 2), (control, 3), (output, 4))
+                actions = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in places]
+                self.pids[sandbox] = os.posix_spawn(self.bwrap[0], self.bwrap, self.environment, file_actions=actions)
+            else:
+                # One raw clone instead of unshare and fork: the child is PID 1 of its namespaces at once. It calls
+                # nothing that needs what fork handlers would have repaired.
+                pid = _python.syscall(_SYSCALLS["clone"], _SANDBOX_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
+                if pid == 0:
+                    self.become_sandbox(control, output)
+                if pid > 0:
+                    self.pids[sandbox] = pid
+        except OSError:
+            pass  # no process to spawn; the host sees the end of the control socket
         finally:
             os.close(control)
             os.close(output)
 
+    def become_sandbox(self, control: int, output: int) -> None:
+        """In the new process: finish its namespaces, give up every privilege, execute the shell. Never returns."""
+        try:
+            _write("/proc/self/setgroups", "deny")
+            _write("/proc/self/uid_map", f"{SANDBOX_UID} 0 1")
+            _write("/proc/self/gid_map", f"{SANDBOX_UID} 0 1")
+            _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            _write("/proc/sys/user/max_user_namespaces", "0")  # no further ones, and no capabilities inside of them
+            for folder in ("/work", "/tmp"):
+                options = f"size={self.size},nr_inodes={MAX_INODES},mode=755,uid={SANDBOX_UID},gid={SANDBOX_UID}"
+                _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+            os.chdir("/work")
+            os.setsid()
+            for fd, place in ((self.null, 0), (self.null, 1), (self.null, 2), (control, 3), (output, 4)):
+                os.dup2(fd, place)
+            _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+            _check(_libc.capset(_CAPABILITY_HEADER, _NO_CAPABILITIES), "capset")
+            os.execve(self.shell[0], self.shell, self.environment)
+        finally:
+            os._exit(1)
+
     def inner(self, sandbox: str) -> int | None:
         """The sandbox's PID 1, as numbered here."""
         pid = self.pids.get(sandbox)
-        if pid is None:
-            return None
+        if pid is None or not self.bwrapped:
+            return pid
         try:
             with open(f"/proc/{pid}/task/{pid}/children") as file:
                 children = file.read().split()
@@ -221,15 +271,12 @@ class _Launcher:
                     os.kill(-1, signal.SIGKILL)
                     os._exit(0)
                 os.waitpid(killer, 0)
-            except OSError:
-                pass
             finally:
                 os._exit(0)
         os.waitpid(helper, 0)
 
     def stop(self, sandbox: str) -> None:
-        inner = self.inner(sandbox)
-        for pid in (inner, self.pids.get(sandbox)):
+        for pid in {self.inner(sandbox), self.pids.get(sandbox)}:
             if pid is not None:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -250,6 +297,83 @@ class _Launcher:
                     break
 
 
+class _Folders(_Launcher):
+    """Kind none: a session and a folder per sandbox, no namespaces."""
+
+    def __init__(self, channel: socket.socket, kind: str, driver: str, bwrap: str, size: str) -> None:
+        super().__init__(channel, kind, driver, bwrap, size)
+        self.folders: dict[str, str] = {}
+        self.driver = driver
+
+    def start(self, sandbox: str, fds: list[int]) -> None:
+        control, output = fds
+        folder = tempfile.mkdtemp(prefix="sandbox-")
+        self.folders[sandbox] = folder
+        environment = {**self.environment, "HOME": folder, "TMPDIR": folder}
+        command = ["/bin/bash", "--noprofile", "--norc", "-c", f'cd "$HOME" || exit 9\n{self.driver}', "bash"]
+        places = ((self.null, 0), (self.null, 1), (self.null, 2), (control, 3), (output, 4))
+        actions = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in places]
+        try:
+            self.pids[sandbox] = os.posix_spawn(command[0], command, environment, file_actions=actions, setsid=True)
+        except OSError:
+            pass  # as above
+        finally:
+            os.close(control)
+            os.close(output)
+
+    def clear(self, sandbox: str) -> None:
+        leader = self.pids.get(sandbox)
+        if leader is not None:
+            self.kill_session(leader, spare_leader=True)
+
+    def stop(self, sandbox: str) -> None:
+        leader = self.pids.get(sandbox)
+        if leader is not None:
+            self.kill_session(leader, spare_leader=False)
+
+    def kill_session(self, leader: int, *, spare_leader: bool) -> None:
+        """Once more while something was found: it may have forked meanwhile."""
+        for _ in range(20):
+            found = [pid for pid in _session(leader) if pid != leader or not spare_leader]
+            for pid in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            if not found:
+                return
+
+    def reap(self) -> None:
+        before = dict(self.pids)
+        super().reap()
+        for sandbox, pid in before.items():
+            if sandbox not in self.pids:
+                self.kill_session(pid, spare_leader=False)
+                shutil.rmtree(self.folders.pop(sandbox), ignore_errors=True)
+
+    def end(self) -> None:
+        """The host is gone: so are the sandboxes."""
+        for sandbox in list(self.pids):
+            self.stop(sandbox)
+        for folder in self.folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _session(leader: int) -> list[int]:
+    """Live processes of the session (proc(5), stat: field 6 is the session, field 3 the state)."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader and fields[0] not in "ZX":
+                found.append(int(name))
+    return found
+
+
 def main(arguments: list[str]) -> int:
     """`FD KIND DRIVER BWRAP SIZE`. Exit code 0 when the host closed the channel, 1 when isolation isn't possible."""
     fd, kind, driver, bwrap, size = arguments
@@ -260,6 +384,20 @@ def main(arguments: list[str]) -> int:
         if low > 4:
             os.close(low)
             break
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and programs would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    if kind == "none":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        folders = _Folders(channel, kind, driver, bwrap, size)
+        channel.send(f"ready {kind}".encode())
+        try:
+            folders.serve()
+        except ConnectionResetError:
+            pass
+        finally:
+            folders.end()
+        return 0
     try:
         _enter_namespaces()
         child = os.fork()
@@ -268,14 +406,18 @@ def main(arguments: list[str]) -> int:
             _, status = os.waitpid(child, 0)
             return os.waitstatus_to_exitcode(status)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        root = _build_root("/bin/bash")
+        socket.sethostname("sandbox")
+        _build_root("/bin/bash")
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except OSError as error:
         channel.send(f"failed {error}".encode())
         return 1
     channel.send(f"ready {kind}".encode())
-    _Launcher(channel, kind, driver, root, bwrap, int(size)).serve()
+    try:
+        _Launcher(channel, kind, driver, bwrap, size).serve()
+    except ConnectionResetError:
+        pass  # the host is gone
     return 0
 
 

@@ -183,7 +183,7 @@ class ScriptedEngine(RolloutEngine):
     def _experts(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.unsignedinteger]:
         layers = np.asarray(self._shape.moe_layers)[None, :, None]
         ids = (tokens[:, None, None] + layers + np.arange(self._shape.top_k)[None, None, :]) % self._shape.n_experts
-        return ids.astype(np.uint8 if self._shape.n_experts <= 256 else np.uint16)
+        return np.asarray(ids, np.uint8 if self._shape.n_experts <= 256 else np.uint16)
 
     async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
         """Zeros, as for what it samples."""

@@ -9,8 +9,8 @@ list of tokens; only attention knows rows:
 
 Every key and value is written at its own (slot, position) before it is read, so rows of any length share a forward
 and a row's slot never moves. `StepLayout` is the plan of one forward; the model hands it, as a keyword argument, to
-`slot_attention`, which is registered with transformers under `ATTENTION_NAME`. Models that take the attention
-function from that registry (Llama, Qwen3, Qwen3-MoE, and most others since transformers 4.50) work unchanged.
+`slot_attention`, which SlotModel registers with transformers under `ATTENTION_NAME`. Models that take their attention
+function from that registry work unchanged; tested are Llama, Qwen3 and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 __all__ = ["ATTENTION_NAME", "Chunk", "SlotCache", "StepLayout", "slot_attention"]
@@ -82,7 +81,9 @@ class StepLayout:
     """The plan of one forward over a cache: where each token's key goes and what each row reads.
 
     `chunks` must have the decoding rows (one token each) first. D decoding rows, P prefilling rows of at most
-    C tokens, N tokens in all.
+    C tokens, N tokens in all. `padding` tokens may follow, which write nothing and whose attention is zero; with
+    `whole_length` keys are read up to the cache's length, whatever the longest row: both keep shapes independent of
+    what is in the batch.
     """
 
     __slots__ = (
@@ -95,13 +96,19 @@ class StepLayout:
         "n_chunks",
         "n_decoding",
         "n_tokens",
+        "padding",
         "position_ids",
         "row_mask",
         "row_slots",
+        "whole_length",
     )
 
-    def __init__(self, cache: SlotCache, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, cache: SlotCache, chunks: Sequence[Chunk], *, padding: int = 0, whole_length: bool = False
+    ) -> None:
         self.cache = cache
+        self.padding = padding
+        self.whole_length = whole_length
         device = cache.device
         self.n_decoding = n_decoding = next((i for i, c in enumerate(chunks) if c.n_tokens != 1), len(chunks))
         tail = chunks[n_decoding:]
@@ -118,7 +125,7 @@ class StepLayout:
             flat = slots[row] * cache.max_length + positions
         self.n_tokens = len(positions)
         both = torch.from_numpy(np.stack((positions, flat))).to(device)
-        self.position_ids = both[:1]  # [1, N]
+        self.position_ids = torch.nn.functional.pad(both[:1], (0, padding)) if padding else both[:1]  # [1, N + padding]
         self.flat_index = both[1]  # [N]
         if n_decoding:
             length = self._rounded(int(starts[:n_decoding].max()) + 1)
@@ -141,6 +148,8 @@ class StepLayout:
         self.chunk_mask = self._mask(positions, self._rounded(int((starts + lengths).max())))  # [P, C, length]
 
     def _rounded(self, length: int) -> int:
+        if self.whole_length:
+            return self.cache.max_length
         return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.cache.max_length)
 
     def _select(self, slots: np.ndarray) -> slice | torch.Tensor:
@@ -166,8 +175,8 @@ class StepLayout:
         are never repeated.
         """
         flat = self.cache.flat[layer]
-        flat[0].index_copy_(0, self.flat_index, key[0].transpose(0, 1))
-        flat[1].index_copy_(0, self.flat_index, value[0].transpose(0, 1))
+        flat[0].index_copy_(0, self.flat_index, key[0, :, : self.n_tokens].transpose(0, 1))
+        flat[1].index_copy_(0, self.flat_index, value[0, :, : self.n_tokens].transpose(0, 1))
         heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
         group = heads // kv_heads
         tokens = query[0].transpose(0, 1)  # [N, heads, head_dim]
@@ -186,6 +195,8 @@ class StepLayout:
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
             out = out.view(rows, kv_heads, group, width, head_dim).permute(0, 3, 1, 2, 4)
             parts.append(out.reshape(rows * width, heads, head_dim).index_select(0, self.chunk_unpad))
+        if self.padding:
+            parts.append(query.new_zeros(self.padding, heads, head_dim))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def _read(self, layer: int, select: slice | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,8 +222,4 @@ def slot_attention(
             module, query, key, value, attention_mask, *args, **kwargs
         )
         return result
-    return layout.attend(int(module.layer_idx), query, key, value, kwargs.get("scaling")), None  # type: ignore[arg-type]
-
-
-# No mask function goes with it: transformers then passes none, and the layout brings its own.
-AttentionInterface.register(ATTENTION_NAME, slot_attention)
+    return layout.attend(int(module.layer_idx), query, key, value, kwargs.get("scaling")), None

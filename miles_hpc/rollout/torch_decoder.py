@@ -36,7 +36,10 @@ __all__ = ["Decoder", "Request"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation. `finish` is called once, from the engine's thread, with a Generation or an error."""
+    """One generation. `finish` is called once, from the engine's thread, with a Generation or an error.
+
+    A seed's uniforms are indexed by the token's position in the sequence, so that turns with one seed differ.
+    """
 
     request_id: str
     session_id: str
@@ -56,6 +59,14 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[WeightVersion, int]] = field(default_factory=list)  # version, first output token
     aborted: bool = False
+
+    def __post_init__(self) -> None:
+        self.stop = frozenset(self.sampling.stop_token_ids)
+        if self.sampling.temperature > 0.0:
+            seed = self.sampling.seed if self.sampling.seed is not None else random.getrandbits(64)
+            self.draws = uniforms(seed, len(self.input_ids), self.limit).tolist()
+        else:
+            self.draws = [0.0] * self.limit
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +100,6 @@ class Decoder:
         self._sessions: dict[str, _Session] = {}
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # ordered by slot
-        self._entropy = random.Random()
 
     @property
     def busy(self) -> bool:
@@ -105,14 +115,7 @@ class Decoder:
         if any(r.session_id == request.session_id for r in (*self._active, *self._waiting)):
             request.finish(ProtocolError(f"session '{request.session_id}' has a request under way already"))
             return
-        sampling = request.sampling
         request.submitted = self._clock()
-        request.stop = frozenset(sampling.stop_token_ids)
-        if sampling.temperature > 0.0:
-            seed = sampling.seed if sampling.seed is not None else self._entropy.getrandbits(64)
-            request.draws = uniforms(seed, len(request.input_ids), request.limit).tolist()
-        else:
-            request.draws = [0.0] * request.limit
         self._waiting.append(request)
 
     def abort(self, request_id: str = "") -> None:
@@ -227,7 +230,7 @@ class Decoder:
         """Rows with one token first, then chunks of those that prefill, within the step's budget."""
         single: list[tuple[Chunk, Request]] = []
         several: list[tuple[Chunk, Request]] = []
-        budget = self._prefill_tokens
+        budget = self.model.max_length * len(self._active) if self.model.batch_invariant else self._prefill_tokens
         for request in self._active:
             session = request.session
             assert session is not None
@@ -238,7 +241,10 @@ class Decoder:
                 if missing == 0:
                     continue
             (single if missing == 1 else several).append((Chunk(session.slot, session.length, missing), request))
-        both = single + several
+        if self.model.batch_invariant:  # the rows of one forward, or one whole chunk, depend on nothing else
+            both = several[:1] or single
+        else:
+            both = single + several
         return [c for c, _ in both], [r for _, r in both]
 
     def _keep_rows(self, chunks: list[Chunk], counts: list[int], experts: npt.NDArray[np.unsignedinteger]) -> None:

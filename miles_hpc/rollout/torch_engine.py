@@ -19,6 +19,7 @@ generation goes on; only the copy into the live parameters and the check of thei
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from miles_hpc.weights.broadcast import fetch
 
 __all__ = ["TorchEngine"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 #: The engine thread answers late requests between two forwards; longer than this past the deadline, it hangs.
@@ -46,7 +49,11 @@ _GRACE_S = 30.0
 
 
 class TorchEngine(RolloutEngine):
-    """See the module and RolloutEngine. `options`: prefill_tokens (per forward, default 256)."""
+    """See the module and RolloutEngine.
+
+    `options`: prefill_tokens, per forward (default 256); batch_invariant (default false): results are the same, bit
+    for bit, whatever else is in the batch, as long as no session loses its slot between its turns. Slower.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         """Build the model and start the thread; nothing is served before the first sync.
@@ -55,7 +62,6 @@ class TorchEngine(RolloutEngine):
         """
         self.name = spec.name
         self._spec = spec
-        self._device = spec.device
         torch.set_num_threads(spec.threads)
         self._model = SlotModel(
             spec.model_path,
@@ -64,6 +70,7 @@ class TorchEngine(RolloutEngine):
             slots=spec.slots,
             max_length=spec.max_length,
             experts_implementation=spec.experts_implementation,
+            batch_invariant=bool(spec.options.get("batch_invariant", False)),
         )
         self._decoder = Decoder(self._model, prefill_tokens=int(spec.options.get("prefill_tokens", 256)))
         self._sync_lock = asyncio.Lock()
@@ -77,6 +84,8 @@ class TorchEngine(RolloutEngine):
     # ------------------------------------------------------------------------------------------ contract
 
     async def describe(self) -> EngineDescription:
+        """See RolloutEngine. Raises PeerLost when the engine thread has ended."""
+        self._check_alive()
         return EngineDescription(
             shape=self._model.shape,
             slots=self._spec.slots,
@@ -117,8 +126,8 @@ class TorchEngine(RolloutEngine):
         try:
             return await self._within(future, Deadline(deadline_s + _GRACE_S, f"engine {self.name}: {request_id}"))
         finally:
-            if not future.done() or future.cancelled():
-                self._post(lambda: setattr(request, "aborted", True))
+            if future.cancelled() or not future.done():
+                request.aborted = True  # nobody waits for it any more; the engine thread looks before each step
 
     async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -206,10 +215,13 @@ class TorchEngine(RolloutEngine):
         if low < 0 or high >= vocab:
             raise UserError(f"token id {low if low < 0 else high}: this model's vocabulary is 0 to {vocab - 1}")
 
+    def _check_alive(self) -> None:
+        if self._closing or not self._thread.is_alive():
+            raise PeerLost(f"engine {self.name} is closed")
+
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
-            if self._closing:
-                raise PeerLost(f"engine {self.name} is closed")
+            self._check_alive()
             self._inbox.append(work)
             self._wake.notify()
 
@@ -254,24 +266,28 @@ class TorchEngine(RolloutEngine):
 
     # ------------------------------------------------------------------------------------------ engine thread
 
-    @torch.inference_mode()
     def _run(self) -> None:
         torch.set_num_threads(self._spec.threads)
+        with torch.inference_mode():
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._inbox or self._closing or self._decoder.busy)
                 inbox, self._inbox = self._inbox, []
                 closing = self._closing
-            for work in inbox:
-                work()
-            if closing:
-                self._decoder.fail_all(PeerLost(f"engine {self.name} is closed"))
-                return
             try:
+                for work in inbox:
+                    work()
+                if closing:
+                    self._decoder.fail_all(PeerLost(f"engine {self.name} is closed"))
+                    return
                 self._decoder.step()
             except Exception as error:
                 # The cache may be half written: nothing that is under way can go on, later requests can.
-                self._decoder.fail_all(ProtocolError(f"engine {self.name}: a forward failed: {error}"))
+                logger.exception("engine %s: a step failed", self.name)
+                self._decoder.fail_all(ProtocolError(f"engine {self.name}: a step failed: {error}"))
 
     def _apply(self, manifest: WeightManifest, deadline: Deadline) -> tuple[dict[str, bytes], float]:
         """The pause: copy staging into the live parameters, then serve them only if their digests are right."""

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 
 from miles_hpc.core.errors import IntegrityError, UserError
 from miles_hpc.core.messages import WeightManifest
 from miles_hpc.core.types import ModelShape, WeightPiece
-from miles_hpc.rollout.torch_cache import ATTENTION_NAME, Chunk, SlotCache, StepLayout
+from miles_hpc.rollout.torch_cache import ATTENTION_NAME, Chunk, SlotCache, StepLayout, slot_attention
+from miles_hpc.rollout.torch_experts import INVARIANT_EXPERTS, check_experts, invariant_experts
 from miles_hpc.weights.bucket import digest_bytes, tensor_bytes, unpack
 
 __all__ = ["SlotModel"]
@@ -40,8 +42,12 @@ class SlotModel:
         slots: int,
         max_length: int | None,
         experts_implementation: str,
+        batch_invariant: bool = False,
     ) -> None:
         """Build the model from `path`/config.json; its weights are random until the first load.
+
+        With `batch_invariant` a decoding row's result is the same, bit for bit, whatever rows are beside it; `forward`
+        then takes either decoding rows or one chunk. It costs time: every decoding forward has `slots` tokens.
 
         Raises UserError for a folder without a readable config, an unknown dtype, or a model whose attention isn't
         ordinary (sliding windows shorter than `max_length`, linear attention).
@@ -55,11 +61,18 @@ class SlotModel:
         limit = int(text.max_position_embeddings)
         self.max_length = min(max_length or limit, limit)
         _refuse_unusual_attention(text, self.max_length, path)
+        # No mask function is registered with it: transformers then passes no mask, and the layout brings its own.
+        AttentionInterface.register(ATTENTION_NAME, slot_attention)
+        ExpertsInterface.register(INVARIANT_EXPERTS, invariant_experts)
         self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
         self.model.requires_grad_(False).eval().to(self.device)
         self._experts = [(n, m) for n, m in self.model.named_modules() if _takes_expert_choice(m)]
+        self.batch_invariant = batch_invariant
         if self._experts:
-            self.model.set_experts_implementation(experts_implementation)
+            if batch_invariant:
+                for name, module in self._experts:
+                    check_experts(module, name)
+            self.model.set_experts_implementation(INVARIANT_EXPERTS if batch_invariant else experts_implementation)
         self._choices: list[torch.Tensor] = []
         for _, module in self._experts:
             module.register_forward_pre_hook(self._keep_choice, with_kwargs=True)
@@ -94,7 +107,12 @@ class SlotModel:
         Returns logits [len(sampled), vocab] at the packed positions `sampled`, and the experts of all N tokens
         [N, moe_layers, top_k] as the routers ordered them; None for a dense model.
         """
-        layout = StepLayout(self.cache, chunks)
+        n, n_sampled = len(tokens), len(sampled)
+        padding = self.cache.slots - n if self.batch_invariant and chunks[0].n_tokens == 1 else 0
+        layout = StepLayout(self.cache, chunks, padding=padding, whole_length=self.batch_invariant)
+        if padding:
+            tokens = np.pad(tokens, (0, padding))
+            sampled = np.concatenate((sampled, np.full(self.cache.slots - n_sampled, n, np.int64)))
         self._choices.clear()
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(self.device)[None],
@@ -103,7 +121,7 @@ class SlotModel:
             logits_to_keep=torch.from_numpy(sampled).to(self.device),
             layout=layout,
         )
-        return output.logits[0], self._take_choices()
+        return output.logits[0, :n_sampled], self._take_choices(n)
 
     def score(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Log-probs of tokens[:, 1:] at temperature 1, by full forwards without a cache. [n, length - 1]"""
@@ -121,10 +139,10 @@ class SlotModel:
     def _keep_choice(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._choices.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
 
-    def _take_choices(self) -> npt.NDArray[np.unsignedinteger] | None:
+    def _take_choices(self, n: int) -> npt.NDArray[np.unsignedinteger] | None:
         if not self._choices:
             return None
-        rows = torch.stack(self._choices, 1).cpu().numpy().astype(self.row_dtype)  # [N, moe_layers, top_k]
+        rows = np.asarray(torch.stack(self._choices, 1)[:n].cpu().numpy(), self.row_dtype)  # [N, moe_layers, top_k]
         self._choices.clear()
         return rows
 
@@ -168,7 +186,11 @@ def _read_config(path: Path) -> Any:
         raise UserError(f"engine model {file}: {error}: expected a Hugging Face config.json") from error
     if "auto_map" in raw:
         raise UserError(f"engine model {file}: it names its own code (auto_map): only models of transformers are run")
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        kind = raw.get("model_type")
+        raise UserError(f"engine model {file}: model_type {kind!r}: this transformers doesn't know it") from error
 
 
 def _refuse_unusual_attention(text: Any, max_length: int, path: Path) -> None:

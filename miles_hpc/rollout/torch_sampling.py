@@ -69,7 +69,7 @@ def sample(
 
 def _nucleus(log_probs: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
     """Log-probs renormalised over each row's nucleus, -inf outside. [R, vocab]"""
-    ordered, order = log_probs.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(log_probs, dim=-1, descending=True, stable=True)
     probs = ordered.exp()
     limit = torch.tensor([p if p < 1.0 else torch.inf for p in top_p], device=log_probs.device)[:, None]
     dropped = probs.cumsum(-1) - probs >= limit

@@ -21,7 +21,7 @@ from miles_hpc.core.errors import IntegrityError, ProtocolError
 from miles_hpc.core.messages import DescribeWeights, FetchPieces, Message, PieceBucket, WeightManifest
 from miles_hpc.core.transport import Buffer, Endpoint, Reply
 from miles_hpc.core.types import WeightPiece, WeightVersion
-from miles_hpc.weights.bucket import digest_bytes, expected_bytes, verify
+from miles_hpc.weights.bucket import byte_view, digest_bytes, expected_bytes, verify
 from miles_hpc.weights.plan import DEFAULT_BUCKET_BYTES, plan_buckets, plan_digest
 
 __all__ = ["Call", "SourceTensor", "WeightSource", "fetch"]
@@ -82,7 +82,7 @@ class WeightSource:
         views: list[memoryview] = []
         names: set[str] = set()
         for tensor in tensors:
-            view = memoryview(tensor.data).cast("B").toreadonly()
+            view = byte_view(tensor.data).toreadonly()
             expected = expected_bytes(tensor.dtype, tensor.shape)
             if view.nbytes != expected:
                 raise IntegrityError(

@@ -16,7 +16,7 @@ from miles_hpc.core.types import WeightPiece
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEM_BYTES", "digest_bytes", "expected_bytes", "pack", "tensor_bytes", "unpack", "verify"]
+__all__ = ["ITEM_BYTES", "byte_view", "digest_bytes", "expected_bytes", "pack", "tensor_bytes", "unpack", "verify"]
 
 #: Bytes per element of what engines hold, by torch's name without the prefix.
 ITEM_BYTES = {
@@ -33,6 +33,12 @@ ITEM_BYTES = {
     "int64": 8,
     "float64": 8,
 }
+
+
+def byte_view(data: memoryview | bytes | bytearray) -> memoryview:
+    """`data` as a flat view of bytes, not copied. Raises TypeError unless it is C-contiguous."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses a zero in the shape
 
 
 def digest_bytes(data: memoryview | bytes | bytearray) -> bytes:
@@ -55,7 +61,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    return byte_view(memoryview(flat.view(torch.uint8).numpy()))
 
 
 def pack(views: Sequence[memoryview], buffer: bytearray | memoryview) -> memoryview:
@@ -66,7 +72,7 @@ def pack(views: Sequence[memoryview], buffer: bytearray | memoryview) -> memoryv
         raise ValueError(f"{total} bytes don't fit into a bucket of {target.nbytes}")
     at = 0
     for view in views:
-        target[at : at + view.nbytes] = view.cast("B")
+        target[at : at + view.nbytes] = byte_view(view)
         at += view.nbytes
     return target[:total]
 
@@ -76,7 +82,7 @@ def unpack(pieces: Sequence[WeightPiece], data: memoryview) -> Iterator[tuple[We
     total = sum(piece.n_bytes for piece in pieces)
     if total != data.nbytes:
         raise IntegrityError(f"bucket of {len(pieces)} pieces has {data.nbytes} bytes: expected {total}")
-    flat = data.cast("B")
+    flat = byte_view(data)
     at = 0
     for piece in pieces:
         yield piece, flat[at : at + piece.n_bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -38,8 +39,30 @@ class Shell:
         return await self.host.execute(sandbox, command, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
 
-@pytest.fixture(params=["bubblewrap"])
+#: Isolation `none` promises only what these try.
+FOR_ALL = (
+    "test_nested_files",
+    "test_file_names",
+    "test_messages",
+    "test_time_limit",
+    "test_endless",
+    "test_binary",
+    "test_nul",
+    "test_many",
+    "test_idle",
+    "test_close",
+    "test_destroy_interrupts",
+    "test_a_cancelled",
+    "test_a_lost_launcher",
+)
+
+
+@pytest.fixture(params=["unshare", "bubblewrap", "none"])
 def isolation(request: pytest.FixtureRequest) -> str:
+    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("no bwrap here")
+    if request.param == "none" and not request.node.name.startswith(FOR_ALL):
+        pytest.skip("not promised without isolation")
     return str(request.param)
 
 
@@ -508,5 +531,49 @@ def test_many_sandboxes_at_once(play: Play) -> None:
 def test_commands_inherit_three_descriptors(play: Play) -> None:
     async def scene(sh: Shell) -> None:
         assert (await sh("ls /proc/self/fd | wc -l")).output == "4\n"  # and the one that ls has opened
+
+    play(scene)
+
+
+def test_auto_takes_the_first_that_works_and_says_why_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        host = SandboxHost()
+        await host.start()
+        assert host.status().isolation == "unshare"
+        await host.close()
+        monkeypatch.setenv("PATH", "/nowhere")
+        with pytest.raises(UserError, match=r"can't isolate.*bubblewrap: no bwrap.*'none'"):
+            await SandboxHost(isolation="bubblewrap").start()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_command_leaves_a_usable_sandbox(play: Play) -> None:
+    marker = f"sleep 95{os.getpid()}"
+
+    async def scene(sh: Shell) -> None:
+        running = asyncio.create_task(sh(marker))
+        while not _count(marker):
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert (await sh("cat b; exit 3")).exit_code == 3
+        await _until_gone(marker)
+
+    play(scene)
+
+
+def test_a_lost_launcher_is_replaced(play: Play) -> None:
+    async def scene(sh: Shell) -> None:
+        assert (await sh("cat b")).output == "13\n"
+        launcher = sh.host._launcher
+        assert launcher is not None
+        launcher.kill()
+        async with asyncio.timeout(60):
+            while sh.host._launcher is launcher or sh.host._channel is None:
+                await asyncio.sleep(0.02)
+        assert (await sh("cat b")).output == "13\n"
+        sh.host.create("t", {"x": "y"})
+        assert (await sh("cat x", sandbox="t")).output == "y"
 
     play(scene)

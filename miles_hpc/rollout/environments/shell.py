@@ -220,8 +220,10 @@ class _ShellEpisode(Episode):
             await self._sandboxes.create(self._id, files)
             self._created = True
         short = self._options.style == "short"
-        # Error texts would fill the short style's outputs; `eval` takes line after line, so this holds for the rest.
-        result = await self._sandboxes.execute(self._id, f"exec 2>/dev/null\n{command}" if short else command)
+        # Error texts would fill the short style's outputs. A single command that failed is seen by its exit code; in
+        # what may be a pipeline or a list, the first line silences the others.
+        quiet = short and re.search(r"[|&;\n(]", command)
+        result = await self._sandboxes.execute(self._id, f"exec 2>/dev/null\n{command}" if quiet else command)
         if not short:
             text = result.output.strip()[: 10 * self._options.output_chars]
             return text or f"(no output, exit code {result.exit_code})"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ class ChatTokenizer:
         self.special_tokens: tuple[str, ...] = tuple(
             t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special
         )
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(settings)
         pad = self._tokenizer.token_to_id(self._template_variables["pad_token"] or "")
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
@@ -121,9 +124,8 @@ class ChatTokenizer:
 
     def plain(self, text: str) -> str:
         """`text` without spellings of special tokens: what an environment says must not open or close turns."""
-        for token in self.special_tokens:
-            while token in text:  # removing one may join another
-                text = text.replace(token, "")
+        while (shorter := self._special.sub("", text)) != text:  # removing one may join another
+            text = shorter
         return text
 
     # ------------------------------------------------------------------------------------------- construction
