@@ -30,6 +30,7 @@ from tests.conformance.training_task import (
     train_step,
 )
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 

@@ -284,11 +284,11 @@ def test_an_error_on_one_rank_is_told_and_ends_the_world(tmp_path: Path) -> None
     run_async(scenario)
 
 
-def test_a_killed_rank_and_a_lost_controller_end_the_world(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_world(tmp_path: Path) -> None:
     make_run_dir(tmp_path)
     _, plans = make_batch(tmp_path)
 
-    async def killed() -> None:
+    async def scenario() -> None:
         async with world(tmp_path) as (process, c):
             await c.ask(LoadState(checkpoint="", deadline_s=60))
             os.kill(rank_pid(process.pid, c.trainer.peer.pid), signal.SIGKILL)
@@ -296,14 +296,19 @@ def test_a_killed_rank_and_a_lost_controller_end_the_world(tmp_path: Path) -> No
             with pytest.raises(PeerLost):
                 await c.ask(train_step(1, plans))
 
-    async def lost() -> None:
+    run_async(scenario)
+
+
+def test_a_lost_controller_ends_the_world(tmp_path: Path) -> None:
+    make_run_dir(tmp_path)
+
+    async def scenario() -> None:
         async with world(tmp_path) as (process, c):
             await c.listener.close()
             assert await ended(process) != 0
             assert "waiting for it or a newer one" in (tmp_path / "out.log").read_text()
 
-    run_async(killed)
-    run_async(lost)
+    run_async(scenario)
 
 
 def rank_pid(mpiexec: int, rank0: int) -> int:
