@@ -19,6 +19,7 @@ Not bounded here: the sum over sandboxes of memory (each process is bounded); Sl
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -29,6 +30,7 @@ import struct
 import sys
 import termios
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -83,6 +85,7 @@ class SandboxHost:
         self._max_live = max_live
         self._launcher: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
+        self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()  # for the launcher: message, descriptors to pass
         self._sandboxes: dict[str, Sandbox] = {}
         self._incarnations = 0
         self._executed = 0
@@ -120,9 +123,7 @@ class SandboxHost:
         self._keepers = []
         for sandbox_id in list(self._sandboxes):
             self.destroy(sandbox_id)
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._close_channel()
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             try:
@@ -204,6 +205,7 @@ class SandboxHost:
         """End a sandbox with everything in it; unknown names are fine."""
         sandbox = self._sandboxes.pop(sandbox_id, None)
         if sandbox is not None:
+            sandbox.destroyed = True
             self._end(sandbox)
 
     # ------------------------------------------------------------------------------------------- execution
@@ -211,6 +213,8 @@ class SandboxHost:
     async def _execute(
         self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
     ) -> SandboxResult:
+        if sandbox.destroyed:
+            raise SandboxError(f"sandbox {sandbox.id} was destroyed")
         if sandbox.control is None:
             self._launch(sandbox)
         await self._ready(sandbox)
@@ -237,9 +241,11 @@ class SandboxHost:
         self._drain(sandbox)
         if code < 0:  # PID 1 is gone or doesn't answer: begin anew from the first files
             code = 137
-            self._tell("stop", sandbox)
-            self._end(sandbox)
-            self._launch(sandbox)
+            if sandbox.control is not None:
+                self._tell("stop", sandbox)
+                self._end(sandbox)
+            if not sandbox.destroyed:
+                self._launch(sandbox)
         return SandboxResult(
             exit_code=code,
             output=bytes(sandbox.kept).decode("utf-8", "replace"),
@@ -273,15 +279,8 @@ class SandboxHost:
         output, output_theirs = os.pipe()
         if os.getuid() == 0:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
             os.fchown(output_theirs, sandbox_launcher.NOBODY, sandbox_launcher.NOBODY)
-        try:
-            socket.send_fds(self._channel, [f"start {sandbox.name}".encode()], [theirs.fileno(), output_theirs])
-        except OSError as error:
-            ours.close()
-            os.close(output)
-            raise SandboxError(f"the sandbox launcher is gone: {error}") from error
-        finally:
-            theirs.close()
-            os.close(output_theirs)
+        self._backlog.append((f"start {sandbox.name}".encode(), (theirs.detach(), output_theirs)))
+        self._post()
         ours.setblocking(False)
         os.set_blocking(output, False)
         sandbox.control, sandbox.output = ours, output
@@ -303,6 +302,9 @@ class SandboxHost:
             return
         loop = asyncio.get_running_loop()
         loop.remove_reader(sandbox.control.fileno())
+        loop.remove_writer(sandbox.control.fileno())  # of a send under way, which nothing else would take back
+        if sandbox.rest is not None:
+            sandbox.rest.cancel()
         if sandbox.output >= 0:
             loop.remove_reader(sandbox.output)
             os.close(sandbox.output)
@@ -329,10 +331,40 @@ class SandboxHost:
 
     def _tell(self, verb: str, sandbox: Sandbox) -> None:
         if self._channel is not None:
+            self._backlog.append((f"{verb} {sandbox.name}".encode(), ()))
+            self._post()
+
+    def _post(self) -> None:
+        """Send what waits for the launcher, in order; what doesn't fit follows when there is room."""
+        channel = self._channel
+        if channel is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(channel.fileno())
+        while self._backlog:
+            message, fds = self._backlog[0]
             try:
-                self._channel.send(f"{verb} {sandbox.name}".encode())
-            except OSError:
-                pass  # the launcher is gone, and with it the sandbox
+                socket.send_fds(channel, [message], fds)
+            except (BlockingIOError, InterruptedError):
+                loop.add_writer(channel.fileno(), self._post)
+                return
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # as many descriptors under way as this user may have open
+                    loop.call_later(0.01, self._post)
+                    return
+                # The launcher is gone: closing its end tells each sandbox so.
+            self._backlog.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_writer(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        while self._backlog:
+            for fd in self._backlog.popleft()[1]:
+                os.close(fd)
 
     def _on_control(self, sandbox: Sandbox) -> None:
         assert sandbox.control is not None
@@ -436,9 +468,7 @@ class SandboxHost:
             began = time.monotonic()
             await self._launcher.wait()
             quick = quick + 1 if time.monotonic() - began < 10.0 else 0
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self._close_channel()
             for sandbox in self._sandboxes.values():
                 if not sandbox.lock.locked():
                     self._end(sandbox)
