@@ -51,11 +51,11 @@ def test_a_run_survives_kills_and_trains_every_group_once(clean_box: Box, run_di
     events = (run_dir.with_suffix(".watch.log")).read_text()[-3000:]
     assert result["faults"] == faults, events
     assert (result["exit"], result["audit_exit"]) == (0, 0), (result, events)
-    assert (result["lost"], result["twice"]) == ([], []) or (result["lost"], result["twice"]) == (0, 0), result
+    assert (result["lost"], result["twice"], result["conflicts"]) == ([], [], []), result
     (done,) = _notes(run_dir, "run_complete")
     assert done["trained_groups"] == 30 * 4
-    # a killed rank or controller costs a term each; a killed engine, agent or srun of rollout hosts costs none
-    assert int(str(result["terms"])) >= 3 * int(str(result["allocations"])) - 2 * (int(str(result["allocations"])) - 1)
+    # a killed rank and a killed controller cost a term each; engines, agents and sruns of rollout hosts cost none
+    assert int(str(result["terms"])) >= int(str(result["allocations"])) + 2
     steps = [
         e for e in read_events(run_dir / "events") if e["kind"] == "metric" and "rollout/raw_reward" in e["values"]
     ]
