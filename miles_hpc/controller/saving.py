@@ -114,7 +114,7 @@ class Checkpoints:
                 publish_manifest,
                 self._paths.root / message.folder,
                 manifest,
-                lambda: check_newest(self._paths, self._term, self._attempt),
+                self._check,
             )
             await self._journal.append(CheckpointPublished(step=message.step, folder=message.folder))
         except Exception as error:
@@ -153,16 +153,17 @@ class Checkpoints:
         manifest = read_manifest(folder)
         counters = msgspec.structs.replace(manifest.counters, evaluations=evaluations)
         manifest = msgspec.structs.replace(manifest, counters=counters)
-        await asyncio.to_thread(
-            publish_manifest, folder, manifest, lambda: check_newest(self._paths, self._term, self._attempt)
-        )
+        await asyncio.to_thread(publish_manifest, folder, manifest, self._check)
         self.newest_evaluations = evaluations
+
+    def _check(self) -> None:
+        check_newest(self._paths, self._term, self._attempt)
 
     def _clean(self) -> None:
         """Remove what no restart can need any more. The checkpoint that this term started from stays meanwhile."""
         found = list_checkpoints(self._paths.checkpoints)
         plan = plan_retention(found, keep=self._run.checkpoint.keep, current_term=self._term, in_use=self._in_use)
-        check_newest(self._paths, self._term, self._attempt)
+        self._check()
         remove_checkpoints(plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.core.telemetry import read_events
-from tools.kill_test import kill_test
-from tools.slurm_box import Box
+from tests.slurm.conftest import fresh_box, until
+from tools.kill_test import kill_test, rl_step
+from tools.slurm_box import Box, BoxSpec
 
 SMALL = (
     "sft.steps=4",
@@ -89,3 +91,35 @@ def test_the_time_limit_cuts_and_the_next_allocation_goes_on(clean_box: Box, run
     assert len({r.start for r in records if r.het_offset == 0}) == len(outcomes)
     audit = subprocess.run([sys.executable, "-P", "-m", "tools.audit_run", str(run_dir), "--strict"], check=False)
     assert audit.returncode == 0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.netns
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")
+def test_a_node_that_is_cut_off_and_runs_on_changes_nothing_that_counts(run_dir: Path) -> None:
+    """The batch host itself, with supervisor, controller and the trainer's rank 0 on it; its file system stays."""
+    with fresh_box(BoxSpec.parse("trainer:3,rollout:2,sandbox:1", netns=True, cluster="cut")) as box:
+        command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "submit", "demo", "--site", "slurm_box"]
+        command += ["--run-dir", str(run_dir)]
+        for setting in (*SMALL[:5], "rollout.n_steps=60", *SMALL[6:8], "job.time=00:10:00"):
+            command += ["--set", setting]
+        subprocess.run(command, env=box.env(), check=True, capture_output=True, timeout=60)
+        until(lambda: rl_step(run_dir) >= 10, "ten steps before the cut", 120)
+        hosts = _notes(run_dir, "allocation_start")[0]["hosts"]
+        assert isinstance(hosts, dict) and hosts["trainer"][0] == "trainer1"
+        box.cut("trainer1")
+        until(lambda: len(_notes(run_dir, "allocation_start")) >= 2, "the next allocation", 120)
+        until(lambda: _notes(run_dir, "run_complete"), "the run's end", 240)
+        events = read_events(run_dir / "events")
+        begun = _notes(run_dir, "allocation_start")[1]["t"]
+        late = [e for e in events if e.get("attempt") == 1 and e["t"] > begun]  # type: ignore[operator]
+        print(f"{len(late)} events of the cut-off attempt after its successor began")
+        audit = subprocess.run(
+            [sys.executable, "-P", "-m", "tools.audit_run", str(run_dir), "--json"], capture_output=True, check=False
+        )
+        result = json.loads(audit.stdout)
+        assert (audit.returncode, result["lost"], result["twice"], result["conflicts"]) == (0, [], [], [])
+        assert result["trained"] == result["asked"] == 60 * 4
+        box.restore("trainer1", resume=True)
