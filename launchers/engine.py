@@ -92,6 +92,7 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
             device=args.device,
             threads=args.threads,
             experts_implementation=run.model.experts_implementation,
+            options={"batch_invariant": run.rollout.engine_batch_invariant},
         )
     )
     server = EngineServer(engine, term=args.term)

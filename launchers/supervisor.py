@@ -47,7 +47,7 @@ def main() -> int:
         print(f"supervisor: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
     code = asyncio.run(supervisor.run())
-    if code == exits.NEXT_ALLOCATION:
+    if code == exits.NEXT_ALLOCATION and not supervisor.terminated:
         _next_allocation(slurm, site.requeue, job_id, paths)
     return code
 

@@ -50,7 +50,7 @@ def demo(args: argparse.Namespace) -> int:
         return _run(args, run_dir, site, dict(os.environ), started, history=None)
     from tools.slurm_box import Box, BoxSpec
 
-    box = Box()
+    box = Box(f"/tmp/miles-demo-{os.getuid()}")
     seconds = box.up(BoxSpec.parse(_BOX_NODES))
     print(f"demo: private Slurm cluster up in {seconds:.1f} s ({_BOX_NODES}); SLURM_CONF={box.env()['SLURM_CONF']}")
     try:

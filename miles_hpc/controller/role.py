@@ -52,12 +52,13 @@ class ControllerRole:
         self._end_time = end_time
         self._oldest_incarnation: dict[str, int] = {}
         self._ending = asyncio.Event()
+        self._terminated = False
 
     async def run(self) -> int:
         """Returns an exit code of core.exits; raises what the caller reports."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGUSR1, self._ending.set)
-        loop.add_signal_handler(signal.SIGTERM, self._ending.set)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_warning)
+        loop.add_signal_handler(signal.SIGTERM, self._on_termination)
         while True:
             try:
                 await self._term()
@@ -66,6 +67,9 @@ class ControllerRole:
                 print(f"controller: {end}", file=sys.stderr, flush=True)
                 return exits.NEXT_ALLOCATION
             except TrainerLost as lost:
+                if self._terminated:  # everything ends, the trainer before us
+                    print(f"controller: terminated: {lost}", file=sys.stderr, flush=True)
+                    return exits.FAILED
                 print(f"controller: {lost}; back to the newest checkpoint", file=sys.stderr, flush=True)
                 self._oldest_incarnation["trainer"] = lost.incarnation + 1
 
@@ -104,6 +108,15 @@ class ControllerRole:
                 await loop.run()
         finally:
             events.close()
+
+    def _on_warning(self) -> None:
+        """Slurm's signal before the limit, which it sends up to a minute early: with a known end the clock decides."""
+        if self._end_time is None:
+            self._ending.set()
+
+    def _on_termination(self) -> None:
+        self._terminated = True
+        self._ending.set()
 
     def _remaining_s(self) -> float | None:
         """Seconds left of the allocation; None when nothing ends it."""

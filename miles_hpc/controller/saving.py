@@ -114,7 +114,7 @@ class Checkpoints:
                 publish_manifest,
                 self._paths.root / message.folder,
                 manifest,
-                lambda: check_newest(self._paths, self._term),
+                lambda: check_newest(self._paths, self._term, self._attempt),
             )
             await self._journal.append(CheckpointPublished(step=message.step, folder=message.folder))
         except Exception as error:
@@ -153,14 +153,16 @@ class Checkpoints:
         manifest = read_manifest(folder)
         counters = msgspec.structs.replace(manifest.counters, evaluations=evaluations)
         manifest = msgspec.structs.replace(manifest, counters=counters)
-        await asyncio.to_thread(publish_manifest, folder, manifest, lambda: check_newest(self._paths, self._term))
+        await asyncio.to_thread(
+            publish_manifest, folder, manifest, lambda: check_newest(self._paths, self._term, self._attempt)
+        )
         self.newest_evaluations = evaluations
 
     def _clean(self) -> None:
         """Remove what no restart can need any more. The checkpoint that this term started from stays meanwhile."""
         found = list_checkpoints(self._paths.checkpoints)
         plan = plan_retention(found, keep=self._run.checkpoint.keep, current_term=self._term, in_use=self._in_use)
-        check_newest(self._paths, self._term)
+        check_newest(self._paths, self._term, self._attempt)
         remove_checkpoints(plan)
 
 

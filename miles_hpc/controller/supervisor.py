@@ -62,6 +62,7 @@ class Supervisor:
         self._watchers: set[asyncio.Task[None]] = set()
         self._controller: ChildProcess | None = None
         self._ending = False
+        self.terminated = False  # ended from outside: whoever did that decides whether there is a next allocation
         self._failed: asyncio.Future[str] | None = None
 
     async def run(self) -> int:
@@ -111,7 +112,7 @@ class Supervisor:
                 await self._controller.end(_END_GRACE_S)
                 return exits.FAILED, self._failed.result()
             code = ended.result()
-            if code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
+            if self._ending or code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
                 return code, self._controller.log_tail().strip().rpartition("\n")[2] if code == exits.USER_ERROR else ""
             evidence = f"controller ended with {code}"
             self._events.verdict("lost", peer="controller", evidence=evidence, log_tail=self._controller.log_tail())
@@ -159,6 +160,8 @@ class Supervisor:
                 await asyncio.sleep(0.2)
 
     async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
+        if self._ending:
+            return Ack()
         if isinstance(message, RestartHost):
             covering = [s for s in self._steps if message.host in s.hosts and s.role == message.role]
             if max((s.incarnation for s in covering), default=0) <= message.incarnation:
@@ -226,7 +229,9 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         """The allocation ends soon (USR1) or now (TERM): the controller drains, saves, and says how it went."""
         self._events.note("signal", signal=number.name)
-        print(f"supervisor: {number.name}: the controller drains and saves", file=sys.stderr, flush=True)
+        print(f"supervisor: {number.name}: told the controller", file=sys.stderr, flush=True)
+        if number != signal.SIGUSR1:
+            self.terminated = self._ending = True  # nothing is started any more: Slurm ends the steps as well
         if self._controller is not None:
             self._controller.signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
 

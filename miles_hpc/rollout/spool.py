@@ -20,6 +20,7 @@ from miles_hpc.core.errors import IntegrityError
 from miles_hpc.core.messages import GenerateGroup
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import (
+    GroupPurpose,
     GroupSummary,
     PayloadRef,
     RoutedExpertsRef,
@@ -114,6 +115,8 @@ def _store_routed_experts(
     job: GenerateGroup, played: Sequence[Played], paths: RunPaths, term: int
 ) -> Sequence[RoutedExpertsRef | None]:
     """One reference per trajectory: None for dense models, demonstrations and trajectories without a token."""
+    if job.purpose is not GroupPurpose.TRAIN:
+        return [None] * len(played)  # nothing replays them, and their ids are not the training groups'
     arrays = [p.record.routed_experts() for p in played]
     held = [a for a in arrays if a is not None]
     if not held:

@@ -9,8 +9,8 @@ list of tokens; only attention knows rows:
 
 Every key and value is written at its own (slot, position) before it is read, so rows of any length share a forward
 and a row's slot never moves. `StepLayout` is the plan of one forward; the model hands it, as a keyword argument, to
-`slot_attention`, which is registered with transformers under `ATTENTION_NAME`. Models that take the attention
-function from that registry (Llama, Qwen3, Qwen3-MoE, and most others since transformers 4.50) work unchanged.
+`slot_attention`, which SlotModel registers with transformers under `ATTENTION_NAME`. Models that take their attention
+function from that registry work unchanged; tested are Llama, Qwen3 and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 __all__ = ["ATTENTION_NAME", "Chunk", "SlotCache", "StepLayout", "slot_attention"]
@@ -224,7 +223,3 @@ def slot_attention(
         )
         return result
     return layout.attend(int(module.layer_idx), query, key, value, kwargs.get("scaling")), None
-
-
-# No mask function goes with it: transformers then passes none, and the layout brings its own.
-AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 
 from miles_hpc.core.errors import IntegrityError, UserError
 from miles_hpc.core.messages import WeightManifest
 from miles_hpc.core.types import ModelShape, WeightPiece
-from miles_hpc.rollout.torch_cache import ATTENTION_NAME, Chunk, SlotCache, StepLayout
-from miles_hpc.rollout.torch_experts import INVARIANT_EXPERTS, check_experts
+from miles_hpc.rollout.torch_cache import ATTENTION_NAME, Chunk, SlotCache, StepLayout, slot_attention
+from miles_hpc.rollout.torch_experts import INVARIANT_EXPERTS, check_experts, invariant_experts
 from miles_hpc.weights.bucket import digest_bytes, tensor_bytes, unpack
 
 __all__ = ["SlotModel"]
@@ -60,6 +61,9 @@ class SlotModel:
         limit = int(text.max_position_embeddings)
         self.max_length = min(max_length or limit, limit)
         _refuse_unusual_attention(text, self.max_length, path)
+        # No mask function is registered with it: transformers then passes no mask, and the layout brings its own.
+        AttentionInterface.register(ATTENTION_NAME, slot_attention)
+        ExpertsInterface.register(INVARIANT_EXPERTS, invariant_experts)
         self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
         self.model.requires_grad_(False).eval().to(self.device)
         self._experts = [(n, m) for n, m in self.model.named_modules() if _takes_expert_choice(m)]

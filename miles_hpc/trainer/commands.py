@@ -108,6 +108,11 @@ class Commands:
             if self._last_step is not None and message.step == self._last_step.step:
                 return self._last_step, ()
             self._expect(name, "step", message.step, self._step + 1)
+            if message.loss not in ("sft", "grpo") or len(message.microbatches) != self._world_size:
+                raise ProtocolError(
+                    f"TrainStep with loss '{message.loss}' for {len(message.microbatches)} ranks: expected sft or grpo "
+                    f"for {self._world_size}"
+                )
         elif isinstance(message, StageWeights):
             if self._staged is not None and self._staged.version == message.version:
                 return self._staged, ()
@@ -208,9 +213,7 @@ class Commands:
         return self._staged, ()
 
     def _save(self, message: SaveCheckpoint, payload: memoryview) -> Answer:
-        folder = self._paths.root / message.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._saves.append(_Save(message, self._backend.save(folder)))
+        self._saves.append(_Save(message, self._backend.save(self._paths.root / message.folder)))
         self._saved_folders.add(message.folder)
         return Ack(), ()
 

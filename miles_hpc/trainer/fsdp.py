@@ -172,19 +172,24 @@ class FsdpBackend(TrainBackend):
         counters = TrainerCounters(
             step=self._step, loss=self._loss, world_size=self._world, n_parameters=self.n_parameters
         )
-        for handle in self._saves:  # one at a time: they share a process group
-            handle.result()
+        self._wait_for_saves()  # one at a time: they share a process group
         tensors = state_tensors(self._parameters, self._optimizer, self._reference)
         handle = save_state(folder, tensors, counters, rank=self._rank, group=self._save_group)
         self._saves = [handle]
         return handle
 
     def close(self) -> None:
-        for handle in self._saves:
-            handle.result()
-        self._saves = []
+        self._wait_for_saves()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _wait_for_saves(self) -> None:
+        for handle in self._saves:
+            try:
+                handle.result()
+            except MilesError:
+                pass  # whoever asked for the save learns of it from the handle
+        self._saves = []
 
     # ------------------------------------------------------------------------------------------ building
 

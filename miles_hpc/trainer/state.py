@@ -16,6 +16,7 @@ publishes afterwards, not here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,26 +51,35 @@ class _RankRng(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DcpSaveHandle(SaveHandle):
-    """One rank's part of a save that runs in DCP's thread."""
+    """One rank's part of a save: DCP's thread writes the tensors, one of our own the small files beside them."""
 
-    def __init__(self, future: Future[Any], folder: Path, own_files: tuple[str, ...], rank: int) -> None:
-        self._future = future
+    def __init__(self, tensors: Future[Any], folder: Path, small: Mapping[str, bytes], rank: int) -> None:
+        self._tensors = tensors
         self._folder = folder
-        self._own_files = own_files
+        self._small = small
         self._rank = rank
+        self._files: Future[dict[str, int]] = Future()
+        threading.Thread(target=self._finish, name="save", daemon=True).start()
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._files.done()
 
     def result(self) -> dict[str, int]:
+        return self._files.result()
+
+    def _finish(self) -> None:
         try:
-            self._future.result()
-        except CheckpointException as error:  # not an Exception
-            raise MilesError(f"checkpoint {self._folder}: not written: {error}") from error
-        names = [*self._own_files, *(p.name for p in self._folder.glob(f"__{self._rank}_*.distcp"))]
-        if self._rank == 0:
-            names.append(".metadata")
-        return {name: (self._folder / name).stat().st_size for name in sorted(names)}
+            self._tensors.result()  # first: the save's collectives must be over when this handle is done
+            for name, data in self._small.items():
+                publish_bytes(self._folder / name, data)
+            names = [*self._small, *(p.name for p in self._folder.glob(f"__{self._rank}_*.distcp"))]
+            if self._rank == 0:
+                names.append(".metadata")
+            self._files.set_result({name: (self._folder / name).stat().st_size for name in sorted(names)})
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            failed = MilesError(f"checkpoint {self._folder}: not written: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            self._files.set_exception(failed)
 
 
 def state_tensors(
@@ -93,19 +103,16 @@ def save_state(
     """Copy `tensors` to host memory and write them in the background. Returns when the copy is made.
 
     `group` is a gloo group of its own, because the background thread runs collectives while training runs others.
-    The folder must exist. Collective: every rank calls it.
+    What goes wrong while writing is raised by the handle. Collective: every rank calls it.
     """
-    rng_file = f"rng_{rank:05d}.msgpack"
     cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""
-    state = _RankRng(torch_cpu=torch.get_rng_state().numpy().tobytes(), torch_cuda=cuda)
-    publish_bytes(folder / rng_file, msgspec.msgpack.encode(state))
-    own_files = (rng_file,)
+    generators = _RankRng(torch_cpu=torch.get_rng_state().numpy().tobytes(), torch_cuda=cuda)
+    small = {f"rng_{rank:05d}.msgpack": msgspec.msgpack.encode(generators)}
     if rank == 0:
-        publish_bytes(folder / "trainer.json", msgspec.json.encode(counters))
-        own_files = (*own_files, "trainer.json")
+        small["trainer.json"] = msgspec.json.encode(counters)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     future = dcp.async_save(dict(tensors), storage_writer=writer, process_group=group)
-    return DcpSaveHandle(future, folder, own_files, rank)
+    return DcpSaveHandle(future, folder, small, rank)
 
 
 def load_counters(folder: Path, n_parameters: int) -> TrainerCounters:

@@ -37,7 +37,8 @@ _COMMON = {
 
 
 def config_of(kind: str):
-    """moe: Qwen3-MoE, tied; qwen3: dense, untied, GQA; llama: dense, tied, as SmolLM2."""
+    """moe: Qwen3-MoE, tied; qwen3: dense, untied, GQA; llama: dense, tied, three
+    query heads to a key head, as SmolLM2."""
     if kind == "moe":
         return Qwen3MoeConfig(
             **_COMMON,
@@ -50,7 +51,7 @@ def config_of(kind: str):
         )
     if kind == "qwen3":
         return Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=False)
-    return LlamaConfig(**_COMMON, tie_word_embeddings=True)
+    return LlamaConfig(**(_COMMON | {"num_attention_heads": 6, "hidden_size": 96}), tie_word_embeddings=True)
 
 
 def save_config(kind: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from miles_hpc.core.config import SftConfig
+from miles_hpc.core.errors import MilesError
 from miles_hpc.core.registry import resolve
 from miles_hpc.core.types import MicrobatchPlan
 from tests.conformance.training_task import (
@@ -215,6 +216,23 @@ def save_and_load(w: World) -> Any:
     return found
 
 
+def save_that_fails(w: World) -> Any:
+    """A place that can't be written (below a file) is told by the handle; training and later saves go on."""
+    b = w.backend(run_config())
+    handle = b.save(w.root / "items" / "below")
+    result = b.train_step(train_step(1, w.plans()))
+    try:
+        handle.result()
+        error = ""
+    except MilesError as failed:
+        error = str(failed)
+    folder = w.root / f"second_{w.size}"
+    folder.mkdir(exist_ok=True)
+    files = b.save(folder).result()
+    b.close()
+    return handle.done(), error, result, files
+
+
 def load_of_the_other_world(w: World) -> Any:
     b = w.backend(run_config(use_kl_loss=True, kl_loss_coef=0.1))
     step = b.load(w.root / "checkpoint_2")
@@ -258,6 +276,7 @@ SCENARIOS = (
     exported_memory,
     refusals,
     save_and_load,
+    save_that_fails,
     load_of_the_other_world,
     bad_checkpoints,
 )
@@ -481,6 +500,15 @@ def test_a_checkpoint_holds_the_moment_of_the_call(worlds):
     assert not first & second
     assert {".metadata", "trainer.json", "rng_00000.msgpack"} <= first and "rng_00001.msgpack" in second
     assert first | second == {p.name for p in (worlds.root / "checkpoint_2").iterdir()}
+
+
+def test_a_failed_save_is_told_and_survived(worlds):
+    for size in (1, 2):
+        for rank in range(size):
+            done, error, result, files = worlds.of(size, save_that_fails, rank)
+            assert done and "not written" in error
+            same_metrics(result, worlds.of(size, rl_steps)[2][0], rel=1e-6)
+            assert files
 
 
 def test_another_world_size_reads_a_checkpoint(worlds):

@@ -205,6 +205,7 @@ def test_a_session_over_two_terms(tmp_path: Path) -> None:
             assert first.replayed_positions == first.recorded_positions == expected
             assert (await c.ask(train_step(1, plans)))[0] == first  # from memory, timings and all
             assert "expected 2" in await c.refused(train_step(3, plans))
+            assert "expected sft or grpo for 2" in await c.refused(train_step(2, plans[:1]))
             assert "doesn't take Ack" in await c.refused(Ack())
 
             assert "expected 1" in await c.refused(StageWeights(version=WeightVersion(c.term, 7), deadline_s=60))
@@ -222,7 +223,14 @@ def test_a_session_over_two_terms(tmp_path: Path) -> None:
             assert "vocabulary" in await c.refused(ScoreTokens(n=1, length=10), np.full(10, 99, np.int32).tobytes())
             assert "bytes" in await c.refused(ScoreTokens(n=3, length=10), probe.tobytes())
 
+            # A save that can't be written is reported, not fatal.
+            bad = SaveCheckpoint(step=2, folder="resolved.toml/below", deadline_s=60)
+            assert (await c.ask(bad))[0] == Ack()
+            written = await asyncio.wait_for(c.written.get(), 60)
+            assert written.folder == bad.folder and "rank 0" in written.error and "rank 1" in written.error
+
             save = SaveCheckpoint(step=2, folder="checkpoints/two", deadline_s=60)
+            (tmp_path / save.folder).mkdir(parents=True)
             assert (await c.ask(save))[0] == Ack()
             third, _ = await c.ask(train_step(3, plans))
             written = await asyncio.wait_for(c.written.get(), 60)

@@ -192,6 +192,7 @@ def test_man_in_the_middle_cannot_join_two_honest_sides_with_changed_identities(
         acceptor.welcome(proof[:32] + raised)
 
 
+@settings(deadline=None)
 @given(step=st.integers(0, 3), position=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_any_flipped_byte_of_the_handshake_is_refused(step: int, position: int, flip: int) -> None:
     def change(number: int, message: bytes) -> bytes:
@@ -211,7 +212,7 @@ def test_any_flipped_byte_of_the_handshake_is_refused(step: int, position: int, 
         dialer.finish(change(3, welcome))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=MAX_HANDSHAKE_BYTES), st.binary(max_size=MAX_HANDSHAKE_BYTES))
 def test_garbage_is_refused_and_nothing_else_happens(first: bytes, second: bytes) -> None:
     acceptor = Acceptor(credentials())

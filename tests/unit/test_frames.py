@@ -49,6 +49,7 @@ def opened(opener: Opener, data: bytes) -> Opened:
     return head.kind, head.call_id, body[: head.header_bytes], body[head.header_bytes : len(body) - TAG_BYTES]
 
 
+@settings(deadline=None)
 @given(st.lists(frames, max_size=5))
 def test_round_trip(items: list[tuple[Frame, int, bytes, list[bytes]]]) -> None:
     sealer, opener = Sealer(KEY), Opener(KEY)
@@ -68,7 +69,7 @@ def test_round_trip_across_the_bulk_limit(n: int) -> None:
             opened(Opener(KEY), bytes(changed))
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(frame=frames, position=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_any_flipped_byte_is_refused(frame: tuple[Frame, int, bytes, list[bytes]], position: int, flip: int) -> None:
     data = bytearray(sealed(Sealer(KEY), *frame))
@@ -77,6 +78,7 @@ def test_any_flipped_byte_is_refused(frame: tuple[Frame, int, bytes, list[bytes]
         opened(Opener(KEY), bytes(data))
 
 
+@settings(deadline=None)
 @given(st.lists(frames, min_size=2, max_size=5), st.data())
 def test_replayed_reordered_and_skipped_frames_are_refused(
     items: list[tuple[Frame, int, bytes, list[bytes]]], data: st.DataObject
@@ -92,6 +94,7 @@ def test_replayed_reordered_and_skipped_frames_are_refused(
         opened(opener, stream[wrong])
 
 
+@settings(deadline=None)
 @given(frames)
 def test_reflected_frames_are_refused(frame: tuple[Frame, int, bytes, list[bytes]]) -> None:
     ours, theirs = b"1" * 32, b"2" * 32  # a handshake yields one key per direction
