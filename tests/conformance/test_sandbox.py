@@ -486,9 +486,9 @@ def test_destroy_interrupts_a_running_command(play: Play) -> None:
         result = await running
         assert result.exit_code == 137
         await _until_gone(marker)
-        assert sh.host._launcher is not None
+        assert sh.host._link is not None
         async with asyncio.timeout(30):  # and nothing is started in its place
-            while len(_descendants(sh.host._launcher.pid)) > 1:
+            while len(_descendants(sh.host._link.process.pid)) > 1:
                 await asyncio.sleep(0.02)
 
     play(scene)
@@ -592,11 +592,11 @@ def test_a_cancelled_command_leaves_a_usable_sandbox(play: Play) -> None:
 def test_a_lost_launcher_is_replaced(play: Play) -> None:
     async def scene(sh: Shell) -> None:
         assert (await sh("cat b")).output == "13\n"
-        launcher = sh.host._launcher
-        assert launcher is not None
-        launcher.kill()
+        link = sh.host._link
+        assert link is not None
+        link.process.kill()
         async with asyncio.timeout(60):
-            while sh.host._launcher is launcher or sh.host._channel is None:
+            while sh.host._link is link:
                 await asyncio.sleep(0.02)
         assert (await sh("cat b")).output == "13\n"
         sh.host.create("t", {"x": "y"})
