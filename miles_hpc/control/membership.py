@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from checkpoints.publish import publish_bytes
-from miles_hpc.control.terms import newest_attempt, newest_term, read_claim
+from miles_hpc.control.terms import newest_attempt, newest_term
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import FencedError
 from miles_hpc.core.paths import RunPaths
@@ -59,11 +59,8 @@ def find_controller(paths: RunPaths, attempt: int) -> ServiceAddress | None:
     """
     if newest_attempt(paths) > attempt:
         raise FencedError(f"attempt {attempt} is over: attempt {newest_attempt(paths)} has started")
-    term = newest_term(paths)
+    term = newest_term(paths, attempt)
     if term == 0:
-        return None
-    claim = read_claim(paths, term)
-    if claim is None or claim.attempt != attempt:
         return None
     return _read(_file(paths, term, "controller"))
 

@@ -29,7 +29,7 @@ from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.engines import EngineFleet, Probe
 from miles_hpc.controller.measure import batch_metrics, eval_summary, sync_metrics
 from miles_hpc.controller.members import TRAINER_RANK0, Members
-from miles_hpc.controller.recovery import StartPlan
+from miles_hpc.controller.recovery import StartPlan, payload_present
 from miles_hpc.controller.saving import Checkpoints
 from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
 from miles_hpc.core.config import RunConfig, SiteConfig
@@ -138,11 +138,24 @@ class TermLoop:
             term=self._term,
             forks=plan.forks,
         )
-        fresh = [g for g in plan.owned if self._buffer.staleness(g, plan.step) <= rollout.max_weight_staleness]
+        fresh = [
+            g
+            for g in plan.owned
+            if self._buffer.staleness(g, plan.step) <= rollout.max_weight_staleness and payload_present(paths, g)
+        ]
         self._taken_over = tuple(fresh[: self._buffer.max_admitted])
         self._source = PromptSource.resumed(plan.next_group_id, plan.pending, [g.group_id for g in self._taken_over])
         self._dispatch = Dispatcher(run, self._fleet, self._members, self._buffer, self._source, self._journal, events)
-        self._checkpoints = Checkpoints(run, paths, plan, self._journal, events, term=self._term, attempt=self._attempt)
+        self._checkpoints = Checkpoints(
+            run,
+            paths,
+            plan,
+            self._journal,
+            events,
+            term=self._term,
+            attempt=self._attempt,
+            live_stores=self._buffer.routing_stores,
+        )
         self._trainer_incarnation = 0
         self._asked: set[asyncio.Task[Reply]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()

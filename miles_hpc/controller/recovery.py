@@ -15,10 +15,11 @@ from pathlib import Path
 from checkpoints.journal import JournalRead
 from checkpoints.lineage import account, fork_steps, reusable_groups
 from checkpoints.manifest import Manifest
+from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import GroupSummary
 from miles_hpc.dataflow.buffer import summary_of
 
-__all__ = ["StartPlan", "plan_start"]
+__all__ = ["StartPlan", "payload_present", "plan_start"]
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,12 @@ def plan_start(newest: tuple[Path, Manifest] | None, journals: Mapping[int, Jour
         trained_groups=len(counted.trained),
         evaluations=manifest.counters.evaluations,
     )
+
+
+def payload_present(paths: RunPaths, group: GroupSummary) -> bool:
+    """Whether a group's payload and routed experts are still on storage: a newer manifest may have let them go."""
+    payload = paths.root / group.payload.path
+    if not payload.is_file() or payload.stat().st_size != group.payload.n_bytes:
+        return False
+    stores = {t.routed_experts.store for t in group.trajectories if t.routed_experts is not None}
+    return all((paths.root / store).is_dir() for store in stores)

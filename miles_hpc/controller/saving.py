@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +28,7 @@ from checkpoints.manifest import (
     remove_checkpoints,
 )
 from miles_hpc.control.terms import check_newest
+from miles_hpc.controller.cleaning import clean_behind
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.recovery import StartPlan
 from miles_hpc.core.config import RunConfig
@@ -59,13 +61,16 @@ class Checkpoints:
         *,
         term: int,
         attempt: int,
+        live_stores: Callable[[], Collection[str]],
     ) -> None:
+        """`live_stores` names the routing stores that groups which aren't trained yet refer to."""
         self._run = run
         self._paths = paths
         self._journal = journal
         self._events = events
         self._term = term
         self._attempt = attempt
+        self._live_stores = live_stores
         self._base = () if plan.manifest is None else plan.manifest.lineage
         self._in_use = () if plan.checkpoint is None else (plan.checkpoint,)
         self._draft: _Draft | None = None
@@ -114,7 +119,7 @@ class Checkpoints:
                 publish_manifest,
                 self._paths.root / message.folder,
                 manifest,
-                lambda: check_newest(self._paths, self._term),
+                self._check,
             )
             await self._journal.append(CheckpointPublished(step=message.step, folder=message.folder))
         except Exception as error:
@@ -132,7 +137,7 @@ class Checkpoints:
         self._events.note("checkpoint", step=message.step, n_bytes=n_bytes, duration_s=round(took_s, 3))
         self._draft = None
         draft.done.set_result(None)
-        await asyncio.to_thread(self._clean)
+        await asyncio.to_thread(self._clean, manifest, self._live_stores())
         return message.step
 
     async def settle(self, deadline: Deadline) -> None:
@@ -153,14 +158,25 @@ class Checkpoints:
         manifest = read_manifest(folder)
         counters = msgspec.structs.replace(manifest.counters, evaluations=evaluations)
         manifest = msgspec.structs.replace(manifest, counters=counters)
-        await asyncio.to_thread(publish_manifest, folder, manifest, lambda: check_newest(self._paths, self._term))
+        await asyncio.to_thread(publish_manifest, folder, manifest, self._check)
         self.newest_evaluations = evaluations
 
-    def _clean(self) -> None:
+    def _check(self) -> None:
+        check_newest(self._paths, self._term, self._attempt)
+
+    def _clean(self, manifest: Manifest, live_stores: Collection[str]) -> None:
         """Remove what no restart can need any more. The checkpoint that this term started from stays meanwhile."""
+        payloads, stores = clean_behind(
+            self._paths,
+            manifest,
+            max_staleness=self._run.rollout.max_weight_staleness,
+            live_stores=live_stores,
+            fence=self._check,
+        )
+        self._events.note("cleaned", step=manifest.step, payloads=payloads, routing_stores=stores)
         found = list_checkpoints(self._paths.checkpoints)
         plan = plan_retention(found, keep=self._run.checkpoint.keep, current_term=self._term, in_use=self._in_use)
-        check_newest(self._paths, self._term)
+        self._check()
         remove_checkpoints(plan)
 
 

@@ -50,6 +50,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("SLURMD_NODENAME", str, "", "Slurm's name of this node"),
         Variable("SLURM_STEP_ID", str, "", "this step"),
         Variable("SLURM_JOB_END_TIME", int, None, "epoch second at which the allocation ends (Slurm 23.02 and later)"),
+        Variable("LD_LIBRARY_PATH", str, "", "given to the sandbox launcher's interpreter, not to sandboxes"),
         Variable("CUDA_VISIBLE_DEVICES", str, None, "devices of this task"),
     )
 }

@@ -212,6 +212,12 @@ class GroupBuffer:
         shared = min(version.step, fork, at_step)
         return (version.step - shared) + (at_step - shared)
 
+    def routing_stores(self) -> frozenset[str]:
+        """Stores with routed experts of groups that are here, for whoever cleans up."""
+        held = (g.summary for g in self._groups.values() if g.summary is not None)
+        refs = (t.routed_experts for summary in held for t in summary.trajectories)
+        return frozenset(r.store for r in refs if r is not None)
+
     # ------------------------------------------------------------------------------------------ admission
 
     def grants(self, rollout_step: int, *, batches_left: int | None = None) -> int:

@@ -101,4 +101,5 @@ class Sandbox:
         self.n_output = 0
         self.limit = 0
         self.overflow = False
+        self.destroyed = False
         self.used = time.monotonic()

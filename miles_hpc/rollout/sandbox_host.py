@@ -23,14 +23,12 @@ import fcntl
 import os
 import re
 import resource
-import shutil
 import socket
 import struct
-import sys
 import termios
 import time
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Literal
 
 from miles_hpc.core.errors import MilesError, ProtocolError, UserError
@@ -43,8 +41,9 @@ from miles_hpc.core.messages import (
     SandboxResult,
     SandboxStatus,
 )
-from miles_hpc.rollout import sandbox_launcher
 from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, driver, exec_request, files_request
+from miles_hpc.rollout.sandbox_launcher import NOBODY, SANDBOX_UID
+from miles_hpc.rollout.sandbox_link import LauncherLink
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 
@@ -81,8 +80,7 @@ class SandboxHost:
         self._wanted = isolation
         self._idle_limit_s = idle_limit_s
         self._max_live = max_live
-        self._launcher: asyncio.subprocess.Process | None = None
-        self._channel: socket.socket | None = None
+        self._link: LauncherLink | None = None
         self._sandboxes: dict[str, Sandbox] = {}
         self._incarnations = 0
         self._executed = 0
@@ -100,7 +98,7 @@ class SandboxHost:
         failures = []
         for kind in kinds:
             try:
-                await self._start_launcher(kind)
+                await self._open_link(kind)
                 await self._probe(kind)
                 break
             except UserError as error:
@@ -120,16 +118,9 @@ class SandboxHost:
         self._keepers = []
         for sandbox_id in list(self._sandboxes):
             self.destroy(sandbox_id)
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            try:
-                await asyncio.wait_for(launcher.wait(), 5.0)
-            except TimeoutError:
-                launcher.kill()
-                await launcher.wait()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -204,6 +195,7 @@ class SandboxHost:
         """End a sandbox with everything in it; unknown names are fine."""
         sandbox = self._sandboxes.pop(sandbox_id, None)
         if sandbox is not None:
+            sandbox.destroyed = True
             self._end(sandbox)
 
     # ------------------------------------------------------------------------------------------- execution
@@ -211,6 +203,8 @@ class SandboxHost:
     async def _execute(
         self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
     ) -> SandboxResult:
+        if sandbox.destroyed:
+            raise SandboxError(f"sandbox {sandbox.id} was destroyed")
         if sandbox.control is None:
             self._launch(sandbox)
         await self._ready(sandbox)
@@ -225,7 +219,7 @@ class SandboxHost:
                 code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
             except TimeoutError:
                 timed_out = True
-                self._tell("clear", sandbox)
+                self._clear(sandbox)
                 try:
                     code = 137 if await asyncio.wait_for(status, 5.0) >= 0 else -1
                 except TimeoutError:
@@ -237,9 +231,11 @@ class SandboxHost:
         self._drain(sandbox)
         if code < 0:  # PID 1 is gone or doesn't answer: begin anew from the first files
             code = 137
-            self._tell("stop", sandbox)
-            self._end(sandbox)
-            self._launch(sandbox)
+            if sandbox.control is not None:
+                self._stop(sandbox)
+                self._end(sandbox)
+            if not sandbox.destroyed:
+                self._launch(sandbox)
         return SandboxResult(
             exit_code=code,
             output=bytes(sandbox.kept).decode("utf-8", "replace"),
@@ -263,7 +259,7 @@ class SandboxHost:
             raise SandboxError(f"sandbox {sandbox.id}: {reason}")
 
     def _launch(self, sandbox: Sandbox) -> None:
-        if self._channel is None:
+        if self._link is None or not self._link.is_open:
             raise SandboxError(
                 "no sandbox launcher: the host isn't started, or its launcher ended and is being replaced"
             )
@@ -272,16 +268,8 @@ class SandboxHost:
         ours, theirs = socket.socketpair()
         output, output_theirs = os.pipe()
         if os.getuid() == 0:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
-            os.fchown(output_theirs, sandbox_launcher.NOBODY, sandbox_launcher.NOBODY)
-        try:
-            socket.send_fds(self._channel, [f"start {sandbox.name}".encode()], [theirs.fileno(), output_theirs])
-        except OSError as error:
-            ours.close()
-            os.close(output)
-            raise SandboxError(f"the sandbox launcher is gone: {error}") from error
-        finally:
-            theirs.close()
-            os.close(output_theirs)
+            os.fchown(output_theirs, NOBODY, NOBODY)
+        self._link.start(sandbox.name, theirs.detach(), output_theirs)
         ours.setblocking(False)
         os.set_blocking(output, False)
         sandbox.control, sandbox.output = ours, output
@@ -303,13 +291,16 @@ class SandboxHost:
             return
         loop = asyncio.get_running_loop()
         loop.remove_reader(sandbox.control.fileno())
+        loop.remove_writer(sandbox.control.fileno())  # of a send under way, which nothing else would take back
+        if sandbox.rest is not None:
+            sandbox.rest.cancel()
         if sandbox.output >= 0:
             loop.remove_reader(sandbox.output)
             os.close(sandbox.output)
         sandbox.control.close()  # an idle bash ends by itself
         sandbox.control, sandbox.output = None, -1
         if sandbox.status is not None:  # still starting, or a command is running
-            self._tell("stop", sandbox)
+            self._stop(sandbox)
             if not sandbox.status.done():
                 sandbox.status.set_result(-1)
             sandbox.status = None
@@ -327,12 +318,13 @@ class SandboxHost:
             if sandbox.status is not None and not sandbox.status.done():
                 sandbox.status.set_result(-1)
 
-    def _tell(self, verb: str, sandbox: Sandbox) -> None:
-        if self._channel is not None:
-            try:
-                self._channel.send(f"{verb} {sandbox.name}".encode())
-            except OSError:
-                pass  # the launcher is gone, and with it the sandbox
+    def _clear(self, sandbox: Sandbox) -> None:
+        if self._link is not None:
+            self._link.clear(sandbox.name)
+
+    def _stop(self, sandbox: Sandbox) -> None:
+        if self._link is not None:
+            self._link.stop(sandbox.name)
 
     def _on_control(self, sandbox: Sandbox) -> None:
         assert sandbox.control is not None
@@ -371,7 +363,7 @@ class SandboxHost:
         sandbox.n_output += len(data)
         if sandbox.n_output > sandbox.limit + self.limits.discard_bytes and not sandbox.overflow:
             sandbox.overflow = True
-            self._tell("clear", sandbox)
+            self._clear(sandbox)
 
     def _drain(self, sandbox: Sandbox) -> None:
         if sandbox.output < 0:
@@ -386,38 +378,16 @@ class SandboxHost:
 
     # ------------------------------------------------------------------------------------------- start and care
 
-    async def _start_launcher(self, kind: str) -> None:
-        bwrap = shutil.which("bwrap") or ""
-        if kind == "bubblewrap" and not bwrap:
-            raise UserError("no bwrap on this node's PATH")
+    async def _open_link(self, kind: str) -> None:
         # Since Linux 5.14 the process limit counts per user namespace; before, it would count all of the user's.
         kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-        program_text = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = str(Path(sandbox_launcher.__file__))
-        arguments = [str(theirs.fileno()), kind, program_text, bwrap, str(self.limits.folder_bytes)]
-        try:
-            self._launcher = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-E", program, *arguments, pass_fds=(theirs.fileno(),), env={}, cwd="/"
-            )
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        try:
-            answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ours, 1024), 30.0)
-        except TimeoutError:
-            answer = b"failed no answer after 30 s"
-        verb, _, text = answer.decode().partition(" ")
-        if verb != "ready":
-            ours.close()
-            raise UserError(
-                f"this node can't isolate sandboxes: {text or 'the launcher ended'}: enable user namespaces"
-            )
-        self._channel, self.isolation = ours, text
+        program = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
+        self._link = await LauncherLink.open(kind, program, self.limits.folder_bytes)
+        self.isolation = kind
 
     async def _probe(self, kind: str) -> None:
         """One real command, before any is trusted to the sandbox."""
-        user = os.getuid() if kind == "none" else sandbox_launcher.SANDBOX_UID
+        user = os.getuid() if kind == "none" else SANDBOX_UID
         self.create("probe", {"a": "1\n"})
         try:
             result = await self.execute("probe", "cat a; id -u", timeout_s=20.0, max_output_bytes=4096)
@@ -432,18 +402,18 @@ class SandboxHost:
         """Start the launcher again when it ends. Its sandboxes ended with it; each begins anew at its next command."""
         quick = 0
         while quick < _QUICK_DEATHS:
-            assert self._launcher is not None
+            link = self._link
+            if link is None:
+                return
             began = time.monotonic()
-            await self._launcher.wait()
+            await link.process.wait()
             quick = quick + 1 if time.monotonic() - began < 10.0 else 0
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            link.disconnect()
             for sandbox in self._sandboxes.values():
                 if not sandbox.lock.locked():
                     self._end(sandbox)
             try:
-                await self._start_launcher(kind)
+                await self._open_link(kind)
             except UserError:
                 return  # creating and executing say that there is no launcher
 

@@ -1,0 +1,125 @@
+"""The sandbox host's end of its launcher (sandbox_launcher.py): starts it, talks to it, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_hpc.core import env
+from miles_hpc.core.errors import UserError
+from miles_hpc.rollout import sandbox_launcher
+
+__all__ = ["LauncherLink"]
+
+
+class LauncherLink:
+    """One launcher process. Made by `open`; belongs to the event loop in which that ran."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
+        self.process = process
+        self._channel: socket.socket | None = channel
+        self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()  # message, descriptors to pass and close
+
+    @classmethod
+    async def open(cls, kind: str, driver: str, folder_bytes: int) -> LauncherLink:
+        """Start a launcher and wait until it has its namespaces. Raises UserError when it can't have them."""
+        bwrap = shutil.which("bwrap") or ""
+        if kind == "bubblewrap" and not bwrap:
+            raise UserError("no bwrap on this node's PATH")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        program = str(Path(sandbox_launcher.__file__))
+        arguments = [str(theirs.fileno()), kind, driver, bwrap, str(folder_bytes)]
+        libraries = env.read("LD_LIBRARY_PATH")  # some interpreters need it to start; it isn't passed on
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-S", "-E", program, *arguments),
+                pass_fds=(theirs.fileno(),),
+                env={"LD_LIBRARY_PATH": libraries} if libraries else {},
+                cwd="/",
+            )
+        finally:
+            theirs.close()
+        link = cls(process, ours)
+        try:
+            answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ours, 1024), 30.0)
+        except (OSError, TimeoutError):
+            answer = b"failed no answer after 30 s"
+        verb, _, text = answer.decode().partition(" ")
+        if verb != "ready":
+            await link.close()
+            raise UserError(text or "the launcher ended at its start")
+        return link
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None
+
+    def start(self, name: str, control: int, output: int) -> None:
+        """Make a sandbox with these descriptors, which are closed here once they are passed."""
+        self._backlog.append((f"start {name}".encode(), (control, output)))
+        self._post()
+
+    def clear(self, name: str) -> None:
+        """Kill everything in the sandbox but its PID 1."""
+        self._backlog.append((f"clear {name}".encode(), ()))
+        self._post()
+
+    def stop(self, name: str) -> None:
+        """Kill the sandbox."""
+        self._backlog.append((f"stop {name}".encode(), ()))
+        self._post()
+
+    def _post(self) -> None:
+        """Send what waits, in order; what doesn't fit follows when there is room."""
+        channel = self._channel
+        if channel is None:
+            self._drop()
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(channel.fileno())
+        while self._backlog:
+            message, fds = self._backlog[0]
+            try:
+                socket.send_fds(channel, [message], fds)
+            except (BlockingIOError, InterruptedError):
+                loop.add_writer(channel.fileno(), self._post)
+                return
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # as many descriptors under way as this user may have open
+                    loop.call_later(0.01, self._post)
+                    return
+                # The launcher is gone: closing its descriptors tells each sandbox so.
+            self._backlog.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    def _drop(self) -> None:
+        while self._backlog:
+            for fd in self._backlog.popleft()[1]:
+                os.close(fd)
+
+    def disconnect(self) -> None:
+        """Close the channel, which ends the launcher and all sandboxes; idempotent."""
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_writer(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        self._drop()
+
+    async def close(self) -> None:
+        """Disconnect and wait for the launcher's end."""
+        self.disconnect()
+        try:
+            await asyncio.wait_for(self.process.wait(), 5.0)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
