@@ -324,54 +324,47 @@ class _Folders(_Launcher):
     def clear(self, sandbox: str) -> None:
         leader = self.pids.get(sandbox)
         if leader is not None:
-            self.kill_session(leader, spare_leader=True)
+            _kill_sessions({leader}, spare_leaders=True)
 
     def stop(self, sandbox: str) -> None:
         leader = self.pids.get(sandbox)
         if leader is not None:
-            self.kill_session(leader, spare_leader=False)
-
-    def kill_session(self, leader: int, *, spare_leader: bool) -> None:
-        """Once more while something was found: it may have forked meanwhile."""
-        for _ in range(20):
-            found = [pid for pid in _session(leader) if pid != leader or not spare_leader]
-            for pid in found:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            if not found:
-                return
+            _kill_sessions({leader})
 
     def reap(self) -> None:
         before = dict(self.pids)
         super().reap()
-        for sandbox, pid in before.items():
-            if sandbox not in self.pids:
-                self.kill_session(pid, spare_leader=False)
+        ended = [sandbox for sandbox in before if sandbox not in self.pids]
+        if ended:
+            _kill_sessions({before[sandbox] for sandbox in ended})
+            for sandbox in ended:
                 shutil.rmtree(self.folders.pop(sandbox), ignore_errors=True)
 
     def end(self) -> None:
         """The host is gone: so are the sandboxes."""
-        for sandbox in list(self.pids):
-            self.stop(sandbox)
+        _kill_sessions(set(self.pids.values()))
         for folder in self.folders.values():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _session(leader: int) -> list[int]:
-    """Live processes of the session (proc(5), stat: field 6 is the session, field 3 the state)."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
+def _kill_sessions(leaders: set[int], *, spare_leaders: bool = False) -> None:
+    """Kill all processes of these sessions; looks again while it finds some, since they may have forked meanwhile."""
+    for _ in range(20):
+        found = 0
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or (spare_leaders and int(name) in leaders):
+                continue
             try:
                 with open(f"/proc/{name}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
+                # proc(5), stat: field 3 is the state, field 6 the session.
+                if int(fields[3]) in leaders and fields[0] not in "ZX":
+                    os.kill(int(name), signal.SIGKILL)
+                    found += 1
             except OSError:
                 continue
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(name))
-    return found
+        if not found:
+            return
 
 
 def main(arguments: list[str]) -> int:
