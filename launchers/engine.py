@@ -92,7 +92,10 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
             device=args.device,
             threads=args.threads,
             experts_implementation=run.model.experts_implementation,
-            options={"batch_invariant": run.rollout.engine_batch_invariant},
+            options={
+                "batch_invariant": run.rollout.engine_batch_invariant,
+                "step_interval_s": run.rollout.engine_step_interval_s,
+            },
         )
     )
     server = EngineServer(engine, term=args.term)

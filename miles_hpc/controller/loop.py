@@ -122,7 +122,7 @@ class TermLoop:
             events,
             oldest_incarnation=oldest_incarnation,
             on_message=self._on_message,
-            on_joined=lambda peer: None,
+            on_joined=self._on_joined,
             on_lost=self._on_lost,
         )
         self._fleet = EngineFleet(
@@ -508,6 +508,12 @@ class TermLoop:
         else:
             raise ProtocolError(f"the controller doesn't take {type(message).__name__} from {peer.name}")
         return Ack()
+
+    def _on_joined(self, peer: PeerIdentity) -> None:
+        """A rollout host that joins (again) has dropped whatever it was given before."""
+        if peer.role == "rollout-agent":
+            self._fleet.lose_host(peer.name)
+            self._dispatch.lose_host(peer.name)
 
     def _on_lost(self, peer: PeerIdentity, evidence: str) -> None:
         if self._closing or self._broken.done():

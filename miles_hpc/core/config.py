@@ -70,6 +70,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     engine: str = "torch"  # torch | sglang | scripted | a registered name or dotted path
     engines_per_host: int = 1
     slots_per_engine: int = 64  # generation slots: trajectories that one engine serves at once
+    engine_step_interval_s: float = 0.0  # shortest time between two decoding steps: more requests share a forward
     engine_batch_invariant: bool = False  # results don't depend, bit for bit, on what else is in the batch; slower
     temperature: float = 1.0
     top_p: float = 1.0

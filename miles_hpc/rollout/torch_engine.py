@@ -52,7 +52,9 @@ class TorchEngine(RolloutEngine):
     """See the module and RolloutEngine.
 
     `options`: prefill_tokens, per forward (default 256); batch_invariant (default false): results are the same, bit
-    for bit, whatever else is in the batch, as long as no session loses its slot between its turns. Slower.
+    for bit, whatever else is in the batch, as long as no session loses its slot between its turns. Slower;
+    step_interval_s (default 0): shortest time from one decoding step to the next. Where a forward's cost hardly grows
+    with its rows and cores are few, waiting lets more requests share one.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -73,6 +75,7 @@ class TorchEngine(RolloutEngine):
             batch_invariant=bool(spec.options.get("batch_invariant", False)),
         )
         self._decoder = Decoder(self._model, prefill_tokens=int(spec.options.get("prefill_tokens", 256)))
+        self._step_interval_s = float(spec.options.get("step_interval_s", 0.0))
         self._sync_lock = asyncio.Lock()
         self._syncs: set[asyncio.Task[WeightsSynced]] = set()
         self._wake = threading.Condition()
@@ -272,7 +275,11 @@ class TorchEngine(RolloutEngine):
             self._serve()
 
     def _serve(self) -> None:
+        next_step = 0.0
         while True:
+            pause_s = next_step - time.monotonic()
+            if pause_s > 0:
+                time.sleep(pause_s)
             with self._wake:
                 self._wake.wait_for(lambda: self._inbox or self._closing or self._decoder.busy)
                 inbox, self._inbox = self._inbox, []
@@ -283,6 +290,7 @@ class TorchEngine(RolloutEngine):
                 if closing:
                     self._decoder.fail_all(PeerLost(f"engine {self.name} is closed"))
                     return
+                next_step = time.monotonic() + self._step_interval_s
                 self._decoder.step()
             except Exception as error:
                 # The cache may be half written: nothing that is under way can go on, later requests can.
