@@ -18,8 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.cluster.submit import read_job
 from miles_hpc.core import env
 from miles_hpc.core.errors import MilesError, UserError
+from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import read_events
 
 _BOX_NODES = "trainer:2,rollout:2,sandbox:1"
@@ -84,6 +87,7 @@ def _run(
     subprocess.run([*cli, "report", str(run_dir)], env=environ, check=False)
     print(summary(run_dir, json.loads(audit.stdout or b"{}")))
     if history is not None:
+        _wait_for_job(run_dir, environ)
         print(_allocations(run_dir, history()))
     took = time.monotonic() - started
     print(f"demo: {took / 60:.1f} minutes in all. Everything lies in {run_dir}: open {run_dir}/report.html")
@@ -120,6 +124,15 @@ def _allocations(run_dir: Path, records: list[Any]) -> str:
         for r in mine
     ]
     return "\n".join(lines)
+
+
+def _wait_for_job(run_dir: Path, environ: dict[str, str], timeout_s: float = 60.0) -> None:
+    """Until Slurm has ended the job: the run is complete a moment before its last processes are gone."""
+    slurm = Slurm(environ=environ)
+    job_id = read_job(RunPaths(run_dir.resolve()))
+    end = time.monotonic() + timeout_s
+    while job_id is not None and time.monotonic() < end and any(c.active for c in slurm.components(job_id)):
+        time.sleep(0.5)
 
 
 def _has_slurm() -> bool:

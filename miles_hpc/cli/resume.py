@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from miles_hpc.cli.follow import follow
 from miles_hpc.cli.inputs import find_run_dir, render
-from miles_hpc.cli.submit import follow
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import check_idle, check_owner, prepare, submit_prepared
@@ -26,4 +26,4 @@ def main(args: argparse.Namespace) -> int:
     check_idle(paths, slurm)
     prepare(run, site, paths, source="", job_text=text)
     print(f"submitted job {submit_prepared(paths, slurm)}: continue run '{run.name}' in {paths.root}")
-    return follow(paths.root) if args.watch else 0
+    return follow(paths) if args.watch else 0

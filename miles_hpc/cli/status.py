@@ -5,25 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from typing import Any
 
 from miles_hpc.cli.inputs import find_run_dir
+from miles_hpc.cli.story_reducer import reduce_events
+from miles_hpc.cli.watch import EventTail
 from miles_hpc.cluster.lifecycle import format_time
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import read_job
+from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import MilesError
 from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.telemetry import read_events
 
 __all__ = ["main"]
+
+#: Verdicts of a run that goes well.
+_ROUTINE = ("engine_synced", "joined", "dropped")
 
 
 def main(args: argparse.Namespace) -> int:
     paths = find_run_dir(args.run_dir)
     run, site = load_prepared(paths.root)
     rows = [("run", run.name), ("directory", str(paths.root)), ("site", site.name)]
-    rows += _job_rows(paths) + _attempt_rows(paths) + _event_rows(paths, run.rollout.n_steps)
+    rows += _job_rows(paths) + _attempt_rows(paths) + _event_rows(paths, run)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name:<{width}}  {text}".rstrip())
@@ -67,12 +73,23 @@ def _attempt_rows(paths: RunPaths) -> list[tuple[str, str]]:
     return rows
 
 
-def _event_rows(paths: RunPaths, n_steps: int) -> list[tuple[str, str]]:
-    events = read_events(paths.events)
-    steps = [event["step"] for event in events if event["kind"] == "metric" and isinstance(event.get("step"), int)]
-    rows = [("step", f"{max(steps)} of {n_steps}" if steps else f"none of {n_steps} yet")]
-    for event in [event for event in events if event["kind"] == "verdict"][-3:]:
-        known = ("t", "term", "process", "kind", "name")
-        detail = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
-        rows.append(("verdict", f"{event.get('name', '')}: {detail}"))
+def _event_rows(paths: RunPaths, run: RunConfig) -> list[tuple[str, str]]:
+    story = reduce_events(EventTail(paths.events).read())
+    total = run.sft.steps + run.rollout.n_steps
+    if not story.steps:
+        rows = [("step", f"none of {total} yet")]
+    else:
+        last = story.steps[-1]
+        reward = last.values.get("rollout/raw_reward")
+        rows = [("step", f"{last.step} of {total}" + (f", batch reward {reward:.3f}" if reward is not None else ""))]
+    for evaluation in story.evaluations:
+        what = f"{evaluation.mean:.3f} {evaluation.when} RL, over {evaluation.n} episodes"
+        rows.append(("held-out", what))
+    if story.trained_groups is not None and story.groups_asked is not None:
+        rows.append(("trained", f"{story.trained_groups} of {story.groups_asked} groups"))
+    told = [v for v in story.verdicts if v.name not in _ROUTINE]
+    for verdict in told[-3:]:
+        evidence = verdict.fields.get("evidence") or verdict.fields.get("reason") or ""
+        when = time.strftime("%H:%M:%S", time.localtime(verdict.t))
+        rows.append(("event", f"{when} {verdict.name} {verdict.peer} {evidence}".rstrip()[:140]))
     return rows

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from miles_hpc.cli.follow import follow
 from miles_hpc.cli.inputs import check_model, materialise_model, read_inputs, render
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import check_idle, check_owner, prepare, submit_prepared
 
-__all__ = ["follow", "main"]
+__all__ = ["main"]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,11 +28,4 @@ def main(args: argparse.Namespace) -> int:
     prepare(inputs.run, inputs.site, inputs.paths, source=inputs.source, job_text=text, materialise=materialise_model)
     job_id = submit_prepared(inputs.paths, slurm)
     print(f"submitted job {job_id}: {what}")
-    return follow(inputs.paths.root) if args.watch else 0
-
-
-def follow(run_dir: Path) -> int:
-    """The live view, until the run ends."""
-    from miles_hpc.cli.watch import watch
-
-    return int(watch(run_dir))
+    return follow(inputs.paths) if args.watch else 0

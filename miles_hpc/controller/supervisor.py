@@ -41,6 +41,7 @@ __all__ = ["Supervisor"]
 
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
+_SHUTDOWN_S = 5.0
 
 
 class Supervisor:
@@ -197,9 +198,13 @@ class Supervisor:
     async def _watch(self, step: Step) -> None:
         """Wait for a step's end, clean up after it, and start again what no newer step covers."""
         code = await step.process.wait()
+        # Exit code 0: the agents were told to end, and the controller ends in a moment. Or srun says 0 after a node
+        # failure; then the controller stays and the step is started again.
+        until = time.monotonic() + (_SHUTDOWN_S if code == 0 else _RESTART_PAUSE_S)
+        while not self._ending and time.monotonic() < until:
+            await asyncio.sleep(0.1)
         if self._ending:
             return
-        await asyncio.sleep(_RESTART_PAUSE_S)
         await self._starter.end(step)
         self._steps.remove(step)
         if self._ending or (self._failed is not None and self._failed.done()):
