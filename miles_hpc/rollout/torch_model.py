@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 #: Logits kept at once while scoring, in elements: 64 MiB of float32.
 _SCORE_ELEMENTS = 16 * 1024 * 1024
+#: Tokens at the end of a scored row that are decoded one by one.
+_SCORE_DECODED = 8
 
 
 class SlotModel:
@@ -85,34 +89,40 @@ class SlotModel:
         )
         self.row_dtype = np.dtype(np.uint8 if self.shape.n_experts <= 256 else np.uint16)
         heads = int(text.num_attention_heads)
-        self.cache = SlotCache(
+        self._new_cache = partial(
+            SlotCache,
             n_layers=int(text.num_hidden_layers),
-            slots=slots,
-            max_length=self.max_length,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             dtype=self.dtype,
             device=self.device,
         )
+        self.cache = self._new_cache(slots=slots, max_length=self.max_length)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self._staging: dict[str, torch.Tensor] = {}
 
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(
-        self, chunks: Sequence[Chunk], tokens: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64]
+        self,
+        chunks: Sequence[Chunk],
+        tokens: npt.NDArray[np.int64],
+        sampled: npt.NDArray[np.int64],
+        cache: SlotCache | None = None,
     ) -> tuple[torch.Tensor, npt.NDArray[np.unsignedinteger] | None]:
         """Run the chunks' tokens [N] (decoding rows first) through the model and into the cache.
 
         Returns logits [len(sampled), vocab] at the packed positions `sampled`, and the experts of all N tokens
-        [N, moe_layers, top_k] as the routers ordered them; None for a dense model.
+        [N, moe_layers, top_k] as the routers ordered them; None for a dense model. `cache` is used instead of the
+        engine's own.
         """
+        cache = self.cache if cache is None else cache
         n, n_sampled = len(tokens), len(sampled)
-        padding = self.cache.slots - n if self.batch_invariant and chunks[0].n_tokens == 1 else 0
-        layout = StepLayout(self.cache, chunks, padding=padding, whole_length=self.batch_invariant)
+        padding = cache.slots - n if self.batch_invariant and chunks[0].n_tokens == 1 else 0
+        layout = StepLayout(cache, chunks, padding=padding, whole_length=self.batch_invariant)
         if padding:
             tokens = np.pad(tokens, (0, padding))
-            sampled = np.concatenate((sampled, np.full(self.cache.slots - n_sampled, n, np.int64)))
+            sampled = np.concatenate((sampled, np.full(cache.slots - n_sampled, n, np.int64)))
         self._choices.clear()
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(self.device)[None],
@@ -124,17 +134,31 @@ class SlotModel:
         return output.logits[0, :n_sampled], self._take_choices(n)
 
     def score(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Log-probs of tokens[:, 1:] at temperature 1, by full forwards without a cache. [n, length - 1]"""
+        """Log-probs of tokens[:, 1:] at temperature 1, computed as they are served. [n, length - 1]
+
+        Two prefill chunks, then the last tokens one by one, through a slot cache of its own: a comparison with the
+        trainer's full forward thereby covers what sampling really uses.
+        """
         n, length = tokens.shape
         rows = max(1, _SCORE_ELEMENTS // (self.shape.vocab_size * length))
-        parts = []
-        for at in range(0, n, rows):
-            ids = torch.from_numpy(tokens[at : at + rows].astype(np.int64)).to(self.device)
-            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
-            log_probs = torch.log_softmax(logits.float(), -1)
-            parts.append(log_probs.gather(-1, ids[:, 1:, None])[..., 0].cpu().numpy())
+        parts = [self._score_rows(tokens[at : at + rows].astype(np.int64)) for at in range(0, n, rows)]
         self._choices.clear()
         return np.concatenate(parts).astype(np.float32)
+
+    def _score_rows(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        n, length = tokens.shape
+        inputs = length - 1
+        prefilled = max(0, inputs - _SCORE_DECODED)
+        bounds = sorted({0, prefilled // 2, prefilled, *range(prefilled, inputs + 1)})
+        cache = self._new_cache(slots=n, max_length=inputs)
+        parts = []
+        for start, end in pairwise(bounds):
+            chunks = [Chunk(slot, start, end - start) for slot in range(n)]
+            logits, _ = self.forward(chunks, tokens[:, start:end].ravel(), np.arange(n * (end - start)), cache)
+            targets = torch.from_numpy(tokens[:, start + 1 : end + 1].ravel()).to(self.device)
+            log_probs = torch.log_softmax(logits.float(), -1).gather(-1, targets[:, None])
+            parts.append(log_probs.reshape(n, end - start).cpu().numpy())
+        return np.concatenate(parts, axis=1)
 
     def _keep_choice(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._choices.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
@@ -152,7 +176,7 @@ class SlotModel:
         """Refuse a manifest that isn't exactly this model's parameters. Raises IntegrityError naming the first."""
         ours = {n: (str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in self.parameters.items()}
         theirs = {p.name: (p.dtype, tuple(p.shape)) for p in manifest.pieces}
-        for name in ours.keys() | theirs.keys():
+        for name in (*sorted(ours.keys() ^ theirs.keys()), *ours):  # what only one side has says most
             if ours.get(name) != theirs.get(name):
                 raise IntegrityError(
                     f"weight '{name}' of {manifest.version}: source has {theirs.get(name, 'no such weight')}, "
