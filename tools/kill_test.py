@@ -2,8 +2,8 @@
 
     python -m tools.kill_test [--faults engine,agent,rank,controller,srun] [--seed 0] [--keep]
 
-Each fault is injected once, when the run has reached its step; the time limit cuts the run as well. Afterwards the
-audit must find: the number of trained groups that was asked for, none lost, none trained twice on the final lineage.
+Each fault is injected once, when the run has reached its step; the time limit cuts the run as well (at least two
+allocations, or the test fails). Afterwards the audit must find: the number of trained groups that was asked for, none lost, none trained twice on the final lineage.
 Processes are found by their command line, which names the run directory, and are killed by pid.
 """
 
@@ -30,11 +30,11 @@ SETTINGS = (
     "sft.steps=10",
     "sft.n_demonstrations=64",
     "eval.n_episodes=0",
-    "rollout.n_steps=60",
+    "rollout.n_steps=160",
     "rollout.rollout_batch_size=8",
     "rollout.n_samples_per_prompt=4",
     "checkpoint.interval_steps=5",
-    "job.time=00:03:00",
+    "job.time=00:02:00",
     "control.lease_s=10.0",
 )
 
@@ -158,7 +158,7 @@ def kill_test(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kill_test", description=__doc__)
-    parser.add_argument("--faults", default="engine,agent,rank,controller,srun")
+    parser.add_argument("--faults", default="engine,agent,rank,controller,srun,sandbox-agent,trainer-srun")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the run directory")
     args = parser.parse_args()
@@ -178,7 +178,12 @@ def main() -> int:
         if not args.keep:
             shutil.rmtree(root, ignore_errors=True)
     print(json.dumps(result, indent=1))
-    ok = result.get("exit") == 0 and result.get("audit_exit") == 0 and len(result.get("faults", [])) == len(faults)  # type: ignore[arg-type]
+    ok = (
+        result.get("exit") == 0
+        and result.get("audit_exit") == 0
+        and len(result.get("faults", [])) == len(faults)
+        and result["allocations"] >= 2
+    )  # type: ignore[arg-type]
     print(f"kill_test: {'passed' if ok else 'FAILED'}" + (f"; kept in {root}" if args.keep else ""))
     return 0 if ok else 1
 
