@@ -3,7 +3,8 @@
     python -m tools.kill_test [--faults engine,agent,rank,controller,srun] [--seed 0] [--keep]
 
 Each fault is injected once, when the run has reached its step; the time limit cuts the run as well (at least two
-allocations, or the test fails). Afterwards the audit must find: the number of trained groups that was asked for, none lost, none trained twice on the final lineage.
+allocations, or the test fails). Afterwards the audit must find: the number of trained groups that was asked for, none
+lost, none trained twice on the final lineage.
 Processes are found by their command line, which names the run directory, and are killed by pid.
 """
 
