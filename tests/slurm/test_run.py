@@ -78,7 +78,7 @@ def test_a_run_survives_kills_and_trains_every_group_once(clean_box: Box, run_di
 def test_the_time_limit_cuts_and_the_next_allocation_goes_on(clean_box: Box, run_dir: Path) -> None:
     command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "submit", "demo", "--site", "slurm_box", "--watch"]
     command += ["--run-dir", str(run_dir)]
-    settings = [*SMALL[:5], "rollout.n_steps=100", *SMALL[6:8], "job.time=00:01:00", "job.signal_s=30", "train.lr=1e-5"]
+    settings = [*SMALL[:5], "rollout.n_steps=50", *SMALL[6:8], "job.time=00:01:00", "job.signal_s=30", "train.lr=1e-5"]
     for setting in settings:
         command += ["--set", setting]
     done = subprocess.run(command, env=clean_box.env(), capture_output=True, text=True, timeout=380, check=False)
