@@ -24,6 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
+from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.engines import EngineFleet, Probe
@@ -71,6 +72,7 @@ M = TypeVar("M", bound=Message)
 #: Seconds that the end of an allocation needs besides one step and one save: hanging up, ending the steps, requeueing.
 _END_MARGIN_S = 12.0
 _DRAIN_S = 5.0
+_FENCE_S = 1.0
 
 
 class TrainerLost(MilesError):
@@ -169,6 +171,7 @@ class TermLoop:
     async def run(self) -> None:
         """Returns when the run is complete. Raises AllocationEnds, TrainerLost, FencedError, DeadlineExpired."""
         main = asyncio.create_task(self._main())
+        fence = asyncio.create_task(self._watch_fence())
         over = False
         try:
             await asyncio.wait({main, self._broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,9 +186,22 @@ class TermLoop:
         finally:
             self._closing = True
             main.cancel()
+            fence.cancel()
             self._dispatch.close()
             self._fleet.close()
             await self._members.close("the run ended" if over else "the term ended", shut_down=over)
+
+    async def _watch_fence(self) -> None:
+        """End this term when a newer attempt or term exists, also while nothing is there to be published."""
+        while True:
+            await asyncio.sleep(_FENCE_S)
+            try:
+                await asyncio.to_thread(check_newest, self._paths, self._term, self._attempt)
+            except FencedError as error:
+                self._events.verdict("fenced", peer="controller", evidence=str(error))
+                if not self._broken.done():
+                    self._broken.set_exception(error)
+                return
 
     async def _main(self) -> None:
         run = self._run
