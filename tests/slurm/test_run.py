@@ -78,7 +78,7 @@ def test_a_run_survives_kills_and_trains_every_group_once(clean_box: Box, run_di
 def test_the_time_limit_cuts_and_the_next_allocation_goes_on(clean_box: Box, run_dir: Path) -> None:
     command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "submit", "demo", "--site", "slurm_box", "--watch"]
     command += ["--run-dir", str(run_dir)]
-    settings = [*SMALL[:5], "rollout.n_steps=50", *SMALL[6:8], "job.time=00:01:00", "job.signal_s=30", "train.lr=1e-5"]
+    settings = (*SMALL, "rollout.n_steps=70", "job.time=00:01:00", "job.signal_s=30")
     for setting in settings:
         command += ["--set", setting]
     done = subprocess.run(command, env=clean_box.env(), capture_output=True, text=True, timeout=380, check=False)
@@ -103,7 +103,7 @@ def test_a_node_that_is_cut_off_and_runs_on_changes_nothing_that_counts(run_dir:
     with fresh_box(BoxSpec.parse("trainer:3,rollout:2,sandbox:1", netns=True, cluster="cut")) as box:
         command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "submit", "demo", "--site", "slurm_box"]
         command += ["--run-dir", str(run_dir)]
-        for setting in (*SMALL[:5], "rollout.n_steps=60", *SMALL[6:8], "job.time=00:10:00"):
+        for setting in (*SMALL, "rollout.n_steps=60", "job.time=00:10:00"):
             command += ["--set", setting]
         subprocess.run(command, env=box.env(), check=True, capture_output=True, timeout=60)
         until(lambda: rl_step(run_dir) >= 10, "ten steps before the cut", 120)
