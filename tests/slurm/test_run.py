@@ -83,6 +83,8 @@ def test_the_time_limit_cuts_and_the_next_allocation_goes_on(clean_box: Box, run
         command += ["--set", setting]
     done = subprocess.run(command, env=clean_box.env(), capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    last = len(list((run_dir / "attempts").glob("[0-9]*")))
+    until(lambda: (run_dir / "attempts" / f"{last:04d}" / "outcome.json").exists(), "the supervisor's end", 60)
     outcomes = [json.loads(p.read_text())["outcome"] for p in sorted((run_dir / "attempts").glob("*/outcome.json"))]
     assert outcomes[-1] == "completed" and set(outcomes[:-1]) == {"continue"} and len(outcomes) >= 2
     job_id = json.loads((run_dir / "job.json").read_text())["job_id"]
