@@ -33,8 +33,11 @@ class RunInputs:
 
 def find_run_file(text: str) -> Path:
     """A path to a run file, or the name of a recipe that ships with the project."""
-    if Path(text).is_file():
-        return Path(text)
+    try:
+        if Path(text).is_file():
+            return Path(text)
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{text[:100]}: {error.strerror}: expected a run file or a recipe") from error
     recipes = {path.stem: path for path in Path(miles_hpc.recipes.__path__[0]).glob("*.toml")}
     if text in recipes:
         return recipes[text]

@@ -42,6 +42,8 @@ BAD_INPUT = {
         "unknown key 'rollout.rolout_batch_size': did you mean 'rollout_batch_size'?",
     ),
     "wrong type": (["--set", "rollout.n_steps=ten"], "'rollout.n_steps' = \"ten\": expected int, seen str"),
+    "value out of range": (["--set", "train.eps_clip=-0.2"], "train.eps_clip = -0.2: expected 0 or more"),
+    "run directory below a file": (["--run-dir", "run.toml/run"], "run.toml is a file: choose another"),
     "malformed --set": (["--set", "rollout.n_steps"], "--set rollout.n_steps: expected key=value"),
     "partition that the site lacks": (
         ["--set", "groups.rollout.partition=gpu"],
@@ -203,7 +205,7 @@ def test_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_directory_that_cannot_be_made(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["local", "run.toml", "--run-dir", "run.toml/below"]) == 1
+    assert main(["local", "run.toml", "--run-dir", "run.toml/below"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("miles-hpc: error: ")
     assert printed.count("\n") == 1
