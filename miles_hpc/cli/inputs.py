@@ -17,8 +17,18 @@ from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
 from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.registry import resolve
 
-__all__ = ["RunInputs", "check_model", "find_run_dir", "find_run_file", "materialise_model", "read_inputs", "render"]
+__all__ = [
+    "RunInputs",
+    "check_environment",
+    "check_model",
+    "find_run_dir",
+    "find_run_file",
+    "materialise_model",
+    "read_inputs",
+    "render",
+]
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,12 @@ def check_model(run: RunConfig) -> None:
 
     with tempfile.TemporaryDirectory(prefix="miles-hpc-") as folder:
         write_model_folder(run, Path(folder) / "model")
+
+
+def check_environment(run: RunConfig) -> None:
+    """Make the environment once, for its rules about its options; users' code (module:attribute) is left alone."""
+    if ":" not in run.environment.name:
+        resolve("environment", run.environment.name)(run.environment.options)
 
 
 def materialise_model(run: RunConfig, paths: RunPaths) -> None:

@@ -21,6 +21,20 @@ __all__ = ["NUMBERS", "partition_of", "validate"]
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _TIME = re.compile(r"(\d+-\d+|\d+)(:\d\d?){0,2}|UNLIMITED|")  # sbatch --time; "" = the partition's default
 
+_MODEL_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
+
 
 class _Range(NamedTuple):
     """What a number may be. The upper ends are far beyond any use: they keep nonsense from overflowing later."""
@@ -170,10 +184,25 @@ def _model(run: RunConfig, site: SiteConfig) -> Iterator[str]:
         yield f"model.path: no config.json in {model.path}: expected a Hugging Face model folder"
     if model.config and not isinstance(model.config.get("model_type"), str):
         yield "model.config: 'model_type' is missing: expected a Hugging Face model type such as \"qwen3\""
+    yield from _sizes(model.config)
     if model.config and not model.tokenizer:
         yield 'model.tokenizer: needed when model.config describes the model: "characters" or a folder'
     if model.tokenizer not in ("", "characters") and not (Path(model.tokenizer) / "tokenizer.json").is_file():
         yield f'model.tokenizer: no tokenizer.json in {model.tokenizer}: expected a tokenizer folder or "characters"'
+
+
+def _sizes(config: dict[str, Any]) -> Iterator[str]:
+    """Sizes of a Hugging Face config, by the names that most model types share; absent ones have defaults."""
+    for key in _MODEL_SIZES:
+        size = config.get(key, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 2**31 - 1:
+            yield f"model.config.{key} = {size!r}: expected a whole number of at least 1"
+    heads, shared = config.get("num_attention_heads", 0), config.get("num_key_value_heads", 1)
+    if heads % shared:
+        yield f"model.config.num_attention_heads = {heads}: expected a multiple of num_key_value_heads = {shared}"
+    chosen, experts = config.get("num_experts_per_tok", 0), config.get("num_experts", 2**31)
+    if chosen > experts:
+        yield f"model.config.num_experts_per_tok = {chosen}: expected at most num_experts = {experts}"
 
 
 def _lengths(run: RunConfig, site: SiteConfig) -> Iterator[str]:

@@ -62,6 +62,17 @@ def test_the_plain_run_is_valid_everywhere() -> None:
         ("model.path=/somewhere", "model: both are given"),
         ("model.tokenizer=", "model.tokenizer: needed when model.config"),
         ("model.tokenizer=/nowhere", "model.tokenizer: no tokenizer.json in /nowhere"),
+        ("model.config.hidden_size=-3", "model.config.hidden_size = -3: expected a whole number"),
+        ("model.config.hidden_size=abc", "model.config.hidden_size = 'abc': expected a whole number"),
+        ("model.config.num_experts=0", "model.config.num_experts = 0: expected a whole number"),
+        (
+            "model.config={model_type='x', num_attention_heads=4, num_key_value_heads=3}",
+            "expected a multiple of num_key_value_heads = 3",
+        ),
+        (
+            "model.config={model_type='x', num_experts=2, num_experts_per_tok=3}",
+            "num_experts_per_tok = 3: expected at most num_experts",
+        ),
         ("model.config={a = 1}", "model.config: 'model_type' is missing"),
         ("train.row_tokens=128", "train.row_tokens = 128 is less than rollout.max_trajectory_tokens = 256"),
         ("train.max_tokens_per_microbatch=100", "train.max_tokens_per_microbatch = 100 is less than train.row_tokens"),
