@@ -11,6 +11,9 @@ from pathlib import Path
 import msgspec
 
 import miles_hpc.recipes
+from checkpoints.journal import read_journals
+from checkpoints.lineage import account
+from checkpoints.manifest import newest_complete
 from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
 from miles_hpc.cluster.site import site_folders, site_name, template_folders
 from miles_hpc.core.config import RunConfig, SiteConfig
@@ -23,6 +26,7 @@ __all__ = [
     "RunInputs",
     "check_environment",
     "check_model",
+    "complete_at",
     "find_run_dir",
     "find_run_file",
     "materialise_model",
@@ -89,6 +93,15 @@ def find_run_dir(text: str) -> RunPaths:
     if not paths.identity.is_file():
         raise UserError(f"{paths.root} is not a run directory: identity.json is missing; 'miles-hpc submit' makes one")
     return paths
+
+
+def complete_at(run: RunConfig, paths: RunPaths) -> int | None:
+    """The step at which the run in this directory is complete; None while something is left to do."""
+    newest = newest_complete(paths.checkpoints)
+    last = run.sft.steps + run.rollout.n_steps
+    if newest is None or newest[1].step < last or not account(read_journals(paths.journal), newest[1]).completed:
+        return None
+    return newest[1].step
 
 
 def check_model(run: RunConfig) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.journal import JournalWriter, RunCompleted, TermStarted
+from checkpoints.manifest import Counters, JournalPosition, Manifest, extend_lineage, publish_manifest
+from miles_hpc.cli.inputs import complete_at
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.load import load_prepared
@@ -240,3 +243,31 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_complete_run_is_not_submitted_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run()
+    paths = RunPaths(here / "done")
+    prepare(run, make_site(), paths, source="", job_text="#!/bin/bash\n")
+    last = run.sft.steps + run.rollout.n_steps
+    with JournalWriter.create(paths.journal, TermStarted(term=1, attempt=1)) as journal:
+        manifest = Manifest(
+            run=run.name,
+            term=1,
+            step=last,
+            attempt=1,
+            lineage=extend_lineage((), 1, last),
+            counters=Counters(next_group_id=0),
+            journal=JournalPosition(term=1, offset=journal.offset),
+            files={},
+        )
+        folder = paths.checkpoint(1, last)
+        folder.mkdir(parents=True)
+        publish_manifest(folder, manifest, lambda: None)
+        assert complete_at(run, paths) is None  # saved, but the evaluation at the end was still to come
+        journal.append(RunCompleted(step=last))
+    before = tree(here)
+    assert main(["resume", str(paths.root)]) == 0
+    assert f"complete at step {last}" in capsys.readouterr().out
+    assert tree(here) == before
+    assert complete_at(make_run(f"rollout.n_steps={last + 1}"), paths) is None
