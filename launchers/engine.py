@@ -1,7 +1,8 @@
 """Started by a host agent: one engine, served to that agent over a local transport.
 
-The address is published to --address-file once the model is built. The engine ends on SIGTERM, on a Shutdown message
-and when its parent dies, whichever comes first; it has nothing to save.
+The address is published to --address-file once the model is built. The engine ends on SIGTERM, on a Shutdown message,
+when its parent dies and when its parent is silent for longer than the lease (a stopped agent would else keep the device
+from its successor), whichever comes first; it has nothing to save.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_CHECK_S = 1.0
 _LAST_RESORT_S = 10.0
+_AGENT_ASKS_S = 10.0  # the agent looks after its engines every few seconds, also when there is nothing to generate
 
 
 def main() -> int:
@@ -104,11 +106,16 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopped.set)
     publish_bytes(args.address_file, listener.address.encode(), durable=False)
+    quiet, served = 0, False  # looks without a message: a look that came late, because of a long computation, is one
     while not server.stopped.is_set() and os.getppid() == parent:
         try:
             await asyncio.wait_for(server.stopped.wait(), _PARENT_CHECK_S)
         except TimeoutError:
             pass
+        served, quiet, server.heard = served or server.heard, 0 if server.heard else quiet + 1, False
+        if served and quiet * _PARENT_CHECK_S > run.control.lease_s + _AGENT_ASKS_S:
+            print(f"engine {args.name}: no word of its agent for {quiet} checks, more than its lease", file=sys.stderr)
+            break
     _end_soon()
     await listener.close()
     await engine.close()

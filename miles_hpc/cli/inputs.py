@@ -11,14 +11,28 @@ from pathlib import Path
 import msgspec
 
 import miles_hpc.recipes
+from checkpoints.journal import read_journals
+from checkpoints.lineage import account
+from checkpoints.manifest import newest_complete
 from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
 from miles_hpc.cluster.site import site_folders, site_name, template_folders
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
 from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.registry import resolve
 
-__all__ = ["RunInputs", "check_model", "find_run_dir", "find_run_file", "materialise_model", "read_inputs", "render"]
+__all__ = [
+    "RunInputs",
+    "check_environment",
+    "check_model",
+    "complete_at",
+    "find_run_dir",
+    "find_run_file",
+    "materialise_model",
+    "read_inputs",
+    "render",
+]
 
 
 @dataclass(frozen=True)
@@ -33,8 +47,11 @@ class RunInputs:
 
 def find_run_file(text: str) -> Path:
     """A path to a run file, or the name of a recipe that ships with the project."""
-    if Path(text).is_file():
-        return Path(text)
+    try:
+        if Path(text).is_file():
+            return Path(text)
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{text[:100]}: {error.strerror}: expected a run file or a recipe") from error
     recipes = {path.stem: path for path in Path(miles_hpc.recipes.__path__[0]).glob("*.toml")}
     if text in recipes:
         return recipes[text]
@@ -78,12 +95,27 @@ def find_run_dir(text: str) -> RunPaths:
     return paths
 
 
+def complete_at(run: RunConfig, paths: RunPaths) -> int | None:
+    """The step at which the run in this directory is complete; None while something is left to do."""
+    newest = newest_complete(paths.checkpoints)
+    last = run.sft.steps + run.rollout.n_steps
+    if newest is None or newest[1].step < last or not account(read_journals(paths.journal), newest[1]).completed:
+        return None
+    return newest[1].step
+
+
 def check_model(run: RunConfig) -> None:
     """Make the model folder somewhere else first: what is wrong with it shows before the run directory is written."""
     from miles_hpc.rollout.session.tokenizer import write_model_folder
 
     with tempfile.TemporaryDirectory(prefix="miles-hpc-") as folder:
         write_model_folder(run, Path(folder) / "model")
+
+
+def check_environment(run: RunConfig) -> None:
+    """Make the environment once, for its rules about its options; users' code (module:attribute) is left alone."""
+    if ":" not in run.environment.name:
+        resolve("environment", run.environment.name)(run.environment.options)
 
 
 def materialise_model(run: RunConfig, paths: RunPaths) -> None:

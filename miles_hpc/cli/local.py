@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from miles_hpc.cli.inputs import check_model, materialise_model, read_inputs
+from miles_hpc.cli.inputs import check_environment, check_model, materialise_model, read_inputs
 from miles_hpc.cluster.site import role_environment, source_root
 from miles_hpc.cluster.submit import check_owner, prepare
 from miles_hpc.core.errors import UserError
@@ -20,6 +20,7 @@ def main(args: argparse.Namespace) -> int:
     if inputs.site.scheduler != "none":
         raise UserError(f"site '{inputs.site.name}' has a scheduler: use 'miles-hpc submit', or leave --site out")
     check_owner(inputs.run, inputs.paths)
+    check_environment(inputs.run)
     check_model(inputs.run)
     prepare(inputs.run, inputs.site, inputs.paths, source=inputs.source, materialise=materialise_model)
     root = source_root()

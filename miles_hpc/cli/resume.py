@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from miles_hpc.cli.follow import follow
-from miles_hpc.cli.inputs import find_run_dir, render
+from miles_hpc.cli.inputs import complete_at, find_run_dir, render
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import check_idle, check_owner, prepare, submit_prepared
@@ -20,6 +20,9 @@ def main(args: argparse.Namespace) -> int:
     run = load_run(paths.resolved_toml, args.set)
     validate(run, site)
     check_owner(run, paths)
+    if (step := complete_at(run, paths)) is not None:
+        print(f"run '{run.name}' is complete at step {step}: nothing submitted; more: --set rollout.n_steps=N")
+        return 0
     plan, text = render(run, site, paths)
     slurm = Slurm()
     check_job(plan, text, slurm)

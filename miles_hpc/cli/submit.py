@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from miles_hpc.cli.follow import follow
-from miles_hpc.cli.inputs import check_model, materialise_model, read_inputs, render
+from miles_hpc.cli.inputs import check_environment, check_model, complete_at, materialise_model, read_inputs, render
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import check_idle, check_owner, prepare, submit_prepared
@@ -17,6 +17,10 @@ def main(args: argparse.Namespace) -> int:
     inputs = read_inputs(args)
     plan, text = render(inputs.run, inputs.site, inputs.paths)
     continues = check_owner(inputs.run, inputs.paths)
+    if continues and (step := complete_at(inputs.run, inputs.paths)) is not None:
+        print(f"run '{inputs.run.name}' is complete at step {step}: nothing submitted; more: --set rollout.n_steps=N")
+        return 0
+    check_environment(inputs.run)
     check_model(inputs.run)
     slurm = Slurm()
     check_job(plan, text, slurm)

@@ -73,6 +73,7 @@ def config_digest(run: RunConfig) -> str:
 def check_owner(run: RunConfig, paths: RunPaths) -> bool:
     """Whether the directory already holds this run. Raises UserError when it belongs to another, or isn't ours."""
     root = paths.root
+    _check_place(root)
     if root.exists() and not root.is_dir():
         raise UserError(f"run directory {root}: is a file, expected a folder or nothing")
     if not root.exists() or not any(root.iterdir()):
@@ -96,6 +97,20 @@ def check_owner(run: RunConfig, paths: RunPaths) -> bool:
             f"{_difference(run, paths)}: set it back, or choose another with --run-dir"
         )
     return True
+
+
+def _check_place(root: Path) -> None:
+    """Raise UserError when no folder can be made at `root`."""
+    if not str(root).isprintable():
+        raise UserError(f"run directory {str(root)!r}: expected printable characters: choose another with --run-dir")
+    try:
+        above = next(path for path in (root, *root.parents) if path.exists())
+    except OSError as error:  # a name that is too long, a folder that can't be entered
+        raise UserError(f"run directory {root}: {error.strerror}: choose another with --run-dir") from error
+    if above != root and not above.is_dir():
+        raise UserError(f"run directory {root}: {above} is a file: choose another with --run-dir")
+    if above.is_dir() and not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"run directory {root}: no permission to write to {above}: choose another with --run-dir")
 
 
 def check_idle(paths: RunPaths, slurm: SubmittingScheduler) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -81,6 +82,7 @@ class TrainerLost(MilesError):
     def __init__(self, text: str, incarnation: int) -> None:
         super().__init__(text)
         self.incarnation = incarnation
+        self.unreadable: Path | None = None  # the checkpoint whose files aren't what its manifest says
 
 
 class AllocationEnds(MilesError):
@@ -243,7 +245,13 @@ class TermLoop:
         deadline_s = self._run.control.start_deadline_s
         with self._events.span("load"):
             message = LoadState(checkpoint=folder, deadline_s=deadline_s)
-            ready, _ = await self._trainer(message, TrainerReady, deadline_s=deadline_s)
+            try:
+                ready, _ = await self._trainer(message, TrainerReady, deadline_s=deadline_s)
+            except TrainerLost as lost:
+                if isinstance(lost.__cause__, RemoteError) and lost.__cause__.kind == "IntegrityError":
+                    lost.unreadable = self._plan.checkpoint
+                    self._events.verdict("checkpoint_unreadable", peer=folder, evidence=str(lost)[:500])
+                raise
         if ready.step != self._plan.step:
             raise ProtocolError(f"the trainer loaded step {ready.step}; the manifest says {self._plan.step}")
         self._world_size = ready.world_size

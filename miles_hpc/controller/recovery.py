@@ -8,18 +8,19 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints.journal import JournalRead
 from checkpoints.lineage import account, fork_steps, reusable_groups
-from checkpoints.manifest import Manifest
+from checkpoints.manifest import CheckpointFolder, Manifest
+from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import GroupSummary
 from miles_hpc.dataflow.buffer import summary_of
 
-__all__ = ["StartPlan", "payload_present", "plan_start"]
+__all__ = ["StartPlan", "choose_checkpoint", "payload_present", "plan_start"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,27 @@ class StartPlan:
     forks: dict[int, int] = field(default_factory=dict)  # term -> last step that it shares with the lineage
     trained_groups: int = 0
     evaluations: int = 0
+
+
+def choose_checkpoint(
+    found: Sequence[CheckpointFolder], unreadable: Collection[Path] = ()
+) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint of `found` (in order) that is whole and not among `unreadable`; None for a run without any.
+
+    Raises UserError when there were some and none is left: a run must not begin anew by itself.
+    """
+    published = [c for c in found if c.manifest is not None or c.problems != ("incomplete",)]
+    for checkpoint in reversed(published):
+        if checkpoint.manifest is not None and checkpoint.usable and checkpoint.path not in unreadable:
+            return checkpoint.path, checkpoint.manifest
+    if published:
+        newest = published[-1]
+        problem = newest.problems[0] if newest.problems else "its files aren't what was saved"
+        raise UserError(
+            f"none of {len(published)} checkpoints can be read; the newest is {newest.path} ({problem}): put a copy of "
+            "its files back, or remove the checkpoints folder and the journal to begin anew"
+        )
+    return None
 
 
 def plan_start(newest: tuple[Path, Manifest] | None, journals: Mapping[int, JournalRead], *, reuse: bool) -> StartPlan:

@@ -16,12 +16,13 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from checkpoints.journal import JournalWriter, read_journals
-from checkpoints.manifest import newest_complete, started_after
+from checkpoints.manifest import list_checkpoints, started_after
 from miles_hpc.control.terms import claim_term
 from miles_hpc.controller.loop import AllocationEnds, TermLoop, TrainerLost
-from miles_hpc.controller.recovery import plan_start
+from miles_hpc.controller.recovery import choose_checkpoint, plan_start
 from miles_hpc.core import exits
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.paths import RunPaths
@@ -51,6 +52,7 @@ class ControllerRole:
         self._attempt = attempt
         self._end_time = end_time
         self._oldest_incarnation: dict[str, int] = {}
+        self._unreadable: set[Path] = set()
         self._ending = asyncio.Event()
         self._terminated = False
 
@@ -70,15 +72,17 @@ class ControllerRole:
                 if self._terminated:  # everything ends, the trainer before us
                     print(f"controller: terminated: {lost}", file=sys.stderr, flush=True)
                     return exits.FAILED
-                print(f"controller: {lost}; back to the newest checkpoint", file=sys.stderr, flush=True)
+                print(f"controller: {lost}; back to the newest readable checkpoint", file=sys.stderr, flush=True)
                 self._oldest_incarnation["trainer"] = lost.incarnation + 1
+                if lost.unreadable is not None:
+                    self._unreadable.add(lost.unreadable)
 
     async def _term(self) -> None:
         term = claim_term(self._paths, self._attempt)
         events = EventLog(self._paths.events, "controller", attempt=self._attempt, term=term)
         try:
             plan = plan_start(
-                newest_complete(self._paths.checkpoints),
+                choose_checkpoint(list_checkpoints(self._paths.checkpoints), self._unreadable),
                 read_journals(self._paths.journal),
                 reuse=self._run.rollout.reuse_after_restart,
             )

@@ -114,7 +114,7 @@ class Checkpoints:
                 raise IntegrityError(
                     f"checkpoint of step {message.step}: the trainer could not write it: {message.error}"
                 )
-            manifest = _with_files(draft.manifest, message.files)
+            manifest = _with_files(draft.manifest, message)
             await asyncio.to_thread(
                 publish_manifest,
                 self._paths.root / message.folder,
@@ -180,5 +180,6 @@ class Checkpoints:
         remove_checkpoints(plan)
 
 
-def _with_files(manifest: Manifest, files: dict[str, int]) -> Manifest:
-    return msgspec.structs.replace(manifest, files={name: FileEntry(n_bytes=size) for name, size in files.items()})
+def _with_files(manifest: Manifest, written: CheckpointWritten) -> Manifest:
+    files = {name: FileEntry(n_bytes=size, crc32=written.crc32.get(name)) for name, size in written.files.items()}
+    return msgspec.structs.replace(manifest, files=files)

@@ -32,7 +32,7 @@ from miles_hpc.control.membership import find_controller
 from miles_hpc.control.opening import open_transport
 from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
-from miles_hpc.core.errors import FencedError, MilesError, ProtocolError
+from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, ProtocolError
 from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
@@ -83,6 +83,8 @@ class Supervisor:
             for role in self._starter.roles:
                 self._start(role, self._starter.hosts(role))
             code, reason = await self._keep_controller()
+            if self.terminated and not reason:
+                reason = "ended from outside, by SIGTERM"
             outcome = {exits.DONE: "completed", exits.NEXT_ALLOCATION: "continue", exits.FENCED: "fenced"}.get(
                 code, "failed"
             )
@@ -136,6 +138,7 @@ class Supervisor:
     async def _stay_in_touch(self, controller: ChildProcess) -> None:
         """Be a member of the controller's roster: it tells which host or role to restart."""
         term = 0
+        answered: float | None = None  # None: not in touch, or it hung up, which only a living process does
         while controller.exit_code is None:
             try:
                 found = find_controller(self._paths, self._attempt)
@@ -156,12 +159,22 @@ class Supervisor:
                 try:
                     while not endpoint.closed.is_set():
                         await endpoint.call(Heartbeat(), deadline_s=self._run.control.lost_after_s)
+                        answered = time.monotonic()
                         await asyncio.sleep(self._run.control.heartbeat_interval_s)
                 finally:
                     await endpoint.close("supervisor left")
             except FencedError:
                 raise
+            except DeadlineExpired as error:
+                silent_s = 0.0 if answered is None else time.monotonic() - answered
+                if silent_s > self._run.control.lease_s:  # agents have given up as well: nothing is lost with it
+                    evidence = f"no answer for {silent_s:.1f} s: {error}"
+                    self._events.verdict("silent", peer="controller", evidence=evidence)
+                    controller.kill()
+                    return
+                await asyncio.sleep(0.2)
             except MilesError:
+                answered = None
                 await asyncio.sleep(0.2)
 
     async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:

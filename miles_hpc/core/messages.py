@@ -333,6 +333,7 @@ class CheckpointWritten(Message, frozen=True, kw_only=True):
     step: int
     folder: str
     files: dict[str, int]  # name -> bytes
+    crc32: dict[str, int] = {}  # of the same files, where the back-end told it
     duration_s: float
     error: str = ""
 

@@ -10,45 +10,120 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_hpc.core import registry
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 
-__all__ = ["partition_of", "validate"]
+__all__ = ["NUMBERS", "partition_of", "validate"]
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-_AT_LEAST_ONE = (
-    "rollout.n_steps",
-    "rollout.rollout_batch_size",
-    "rollout.n_samples_per_prompt",
-    "rollout.engines_per_host",
-    "rollout.slots_per_engine",
-    "rollout.max_turns",
-    "rollout.max_tokens_per_turn",
-    "rollout.max_trajectory_tokens",
-    "rollout.max_group_attempts",
-    "train.row_tokens",
-    "train.threads",
-    "checkpoint.interval_steps",
-    "checkpoint.keep",
-    "job.max_allocations",
+_TIME = re.compile(r"(\d+-\d+|\d+)(:\d\d?){0,2}|UNLIMITED|")  # sbatch --time; "" = the partition's default
+
+_MODEL_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
 )
-_POSITIVE = (
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.trajectory_deadline_s",
-    "rollout.sandbox_timeout_s",
-    "train.lr",
-    "control.heartbeat_interval_s",
-    "control.lost_after_s",
-    "control.lease_s",
-    "control.connect_deadline_s",
-    "control.start_deadline_s",
-    "control.call_deadline_s",
-    "control.step_deadline_s",
-)
+
+
+class _Range(NamedTuple):
+    """What a number may be. The upper ends are far beyond any use: they keep nonsense from overflowing later."""
+
+    lowest: float
+    highest: float
+    above: bool = False  # more than `lowest`, not `lowest` itself
+
+    def complaint(self, value: float) -> str:
+        """What is expected when `value` isn't in the range, "" when it is. NaN is in no range."""
+        if self.lowest <= value <= self.highest and not (self.above and value == self.lowest):
+            return ""
+        if value > self.highest:
+            return f"expected at most {self.highest:.9g}"
+        if self.above:
+            return f"expected more than {self.lowest:g}"
+        return f"expected {self.lowest:g} or more" if self.lowest != 1 else "expected at least 1"
+
+
+_COUNT = _Range(1, 10**9)
+_COUNT_OR_NONE = _Range(0, 10**9)
+_SEED = _Range(0, 2**32 - 1)
+_SECONDS = _Range(0, 10**8, above=True)
+_POSITIVE = _Range(0, 10**6, above=True)
+_WEIGHT = _Range(0, 10**6)
+_SHARE = _Range(0, 1)
+_BETA = _Range(0, 0.999999999)
+
+#: Every number outside `groups`, whose numbers depend on the role (`_group`).
+NUMBERS: dict[str, _Range] = {
+    "seed": _SEED,
+    "model.init_seed": _SEED,
+    "job.signal_s": _Range(0, 65535),  # sbatch --signal
+    "job.max_allocations": _COUNT,
+    "sft.steps": _COUNT_OR_NONE,
+    "sft.n_demonstrations": _COUNT,
+    "sft.batch_size": _COUNT,
+    "sft.lr": _POSITIVE,
+    "sft.lr_warmup_steps": _COUNT_OR_NONE,
+    "sft.lr_decay_from": _SHARE,
+    "sft.lr_min_ratio": _SHARE,
+    "sft.aux_loss_coef": _WEIGHT,
+    "rollout.n_steps": _COUNT,
+    "rollout.rollout_batch_size": _COUNT,
+    "rollout.n_samples_per_prompt": _COUNT,
+    "rollout.engines_per_host": _Range(1, 1024),
+    "rollout.slots_per_engine": _Range(1, 10**6),
+    "rollout.engine_step_interval_s": _Range(0, 60),
+    "rollout.temperature": _POSITIVE,
+    "rollout.top_p": _Range(0, 1, above=True),
+    "rollout.max_turns": _COUNT,
+    "rollout.max_tokens_per_turn": _COUNT,
+    "rollout.max_trajectory_tokens": _Range(2, 10**9),  # one token of prompt, one of answer
+    "rollout.trajectory_deadline_s": _SECONDS,
+    "rollout.max_admitted_batches": _Range(1, 10**6),  # at least 1 to fill a batch
+    "rollout.max_weight_staleness": _COUNT_OR_NONE,
+    "rollout.max_group_attempts": _COUNT,
+    "rollout.sandbox_timeout_s": _SECONDS,
+    "rollout.sandbox_max_output_bytes": _COUNT_OR_NONE,
+    "train.lr": _POSITIVE,
+    "train.lr_warmup_steps": _COUNT_OR_NONE,
+    "train.adam_beta1": _BETA,
+    "train.adam_beta2": _BETA,
+    "train.weight_decay": _WEIGHT,
+    "train.clip_grad": _POSITIVE,
+    "train.eps_clip": _WEIGHT,
+    "train.eps_clip_high": _WEIGHT,
+    "train.kl_loss_coef": _WEIGHT,
+    "train.entropy_coef": _WEIGHT,
+    "train.tis_clip": _POSITIVE,
+    "train.minibatches_per_step": _Range(1, 1),
+    "train.max_tokens_per_microbatch": _COUNT,
+    "train.row_tokens": _COUNT,
+    "train.probe_sequences": _Range(0, 10**6),
+    "train.threads": _Range(1, 4096),
+    "eval.n_episodes": _COUNT_OR_NONE,
+    "eval.seed": _SEED,
+    "eval.temperature": _WEIGHT,  # 0 = greedy
+    "checkpoint.interval_steps": _COUNT,
+    "checkpoint.keep": _COUNT,
+    "control.heartbeat_interval_s": _SECONDS,
+    "control.lost_after_s": _SECONDS,
+    "control.lease_s": _SECONDS,
+    "control.connect_deadline_s": _SECONDS,
+    "control.start_deadline_s": _SECONDS,
+    "control.call_deadline_s": _SECONDS,
+    "control.step_deadline_s": _SECONDS,
+    "control.max_role_restarts": _COUNT_OR_NONE,
+}
 
 
 def validate(run: RunConfig, site: SiteConfig) -> None:
@@ -77,22 +152,13 @@ def _name(run: RunConfig, site: SiteConfig) -> Iterator[str]:
 
 
 def _numbers(run: RunConfig, site: SiteConfig) -> Iterator[str]:
-    for key in _AT_LEAST_ONE:
-        section, _, field = key.partition(".")
-        value = getattr(getattr(run, section), field)
-        if value < 1:
-            yield f"{key} = {value}: expected at least 1"
-    for key in _POSITIVE:
-        section, _, field = key.partition(".")
-        value = getattr(getattr(run, section), field)
-        if not value > 0:
-            yield f"{key} = {value}: expected more than 0"
-    if run.rollout.top_p > 1:
-        yield f"rollout.top_p = {run.rollout.top_p}: expected at most 1"
-    if run.rollout.max_weight_staleness < 0:
-        yield f"rollout.max_weight_staleness = {run.rollout.max_weight_staleness}: expected 0 or more"
-    if run.rollout.max_admitted_batches < 1:
-        yield f"rollout.max_admitted_batches = {run.rollout.max_admitted_batches}: expected at least 1 to fill a batch"
+    for key, allowed in NUMBERS.items():
+        value: Any = run
+        for part in key.split("."):
+            value = getattr(value, part)
+        complaint = "" if value is None else allowed.complaint(value)
+        if complaint:
+            yield f"{key} = {value}: {complaint}"
 
 
 def _names(run: RunConfig, site: SiteConfig) -> Iterator[str]:
@@ -118,10 +184,25 @@ def _model(run: RunConfig, site: SiteConfig) -> Iterator[str]:
         yield f"model.path: no config.json in {model.path}: expected a Hugging Face model folder"
     if model.config and not isinstance(model.config.get("model_type"), str):
         yield "model.config: 'model_type' is missing: expected a Hugging Face model type such as \"qwen3\""
+    yield from _sizes(model.config)
     if model.config and not model.tokenizer:
         yield 'model.tokenizer: needed when model.config describes the model: "characters" or a folder'
     if model.tokenizer not in ("", "characters") and not (Path(model.tokenizer) / "tokenizer.json").is_file():
         yield f'model.tokenizer: no tokenizer.json in {model.tokenizer}: expected a tokenizer folder or "characters"'
+
+
+def _sizes(config: dict[str, Any]) -> Iterator[str]:
+    """Sizes of a Hugging Face config, by the names that most model types share; absent ones have defaults."""
+    for key in _MODEL_SIZES:
+        size = config.get(key, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 2**31 - 1:
+            yield f"model.config.{key} = {size!r}: expected a whole number of at least 1"
+    heads, shared = config.get("num_attention_heads", 0), config.get("num_key_value_heads", 1)
+    if heads % shared:
+        yield f"model.config.num_attention_heads = {heads}: expected a multiple of num_key_value_heads = {shared}"
+    chosen, experts = config.get("num_experts_per_tok", 0), config.get("num_experts", 2**31)
+    if chosen > experts:
+        yield f"model.config.num_experts_per_tok = {chosen}: expected at most num_experts = {experts}"
 
 
 def _lengths(run: RunConfig, site: SiteConfig) -> Iterator[str]:
@@ -172,8 +253,8 @@ def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
         yield f"site '{site.name}' asks for layout '{site.layout}': only 'hetjob' can be rendered"
     if site.requires_account and not run.job.account:
         yield f"job.account: site '{site.name}' refuses jobs without an account: set it, or --set job.account=NAME"
-    if not 0 <= run.job.signal_s <= 65535:
-        yield f"job.signal_s = {run.job.signal_s}: expected 0 to 65535 seconds (sbatch --signal)"
+    if not _TIME.fullmatch(run.job.time) or (run.job.time and not re.search(r"[1-9U]", run.job.time)):
+        yield f'job.time = "{run.job.time}": expected minutes, HH:MM:SS or D-HH:MM:SS, more than 0'
     for key, text in (("time", run.job.time), ("account", run.job.account), ("qos", run.job.qos)):
         if not re.match(r"[A-Za-z0-9_.:@/+-]*\Z", text):
             yield f'job.{key} = "{text}": expected no spaces or quotes'
@@ -184,14 +265,15 @@ def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
 
 def _group(role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
     lowest = 0 if role == "sandbox" else 1
-    for key, value, least in (
-        ("nodes", group.nodes, lowest),
-        ("gpus_per_node", group.gpus_per_node, 0),
-        ("cpus_per_task", group.cpus_per_task, 1),
-        ("ranks_per_node", group.ranks_per_node, 1),
+    for key, value, allowed in (
+        ("nodes", group.nodes, _Range(lowest, 10**5)),
+        ("gpus_per_node", group.gpus_per_node, _Range(0, 1024)),
+        ("cpus_per_task", group.cpus_per_task, _Range(1, 65535)),
+        ("ranks_per_node", group.ranks_per_node, _Range(1, 1024)),
     ):
-        if value < least:
-            yield f"{key} = {value}: expected at least {least}"
+        complaint = allowed.complaint(value)
+        if complaint:
+            yield f"{key} = {value}: {complaint}"
     if role != "trainer" and group.ranks_per_node != 1:
         yield f"ranks_per_node = {group.ranks_per_node}: only the trainer has ranks; other roles have one agent a node"
     if 0 < group.gpus_per_node < group.ranks_per_node:

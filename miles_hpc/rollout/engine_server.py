@@ -40,6 +40,7 @@ class EngineServer:
         self.engine = engine
         self.newest_term = term
         self.stopped = asyncio.Event()
+        self.heard = False  # an agent sent something since this was last set to False
         self._under_way: dict[Endpoint, set[str]] = {}
 
     async def listen(self, transport: Transport, *, bind: str = "127.0.0.1") -> Listener:
@@ -53,6 +54,7 @@ class EngineServer:
     ) -> Message | tuple[Message, Sequence[Buffer]] | None:
         """A Transport handler. Raises FencedError for a peer of an older term, ProtocolError for other messages."""
         self._fence(endpoint)
+        self.heard = True
         if isinstance(message, Generate):
             return await self._generate(endpoint, message, payload)
         if isinstance(message, EngineInfo):

@@ -51,6 +51,10 @@ class SaveHandle(ABC):
     def result(self) -> dict[str, int]:
         """Names and sizes of the files that this rank wrote. Blocks; raises what the save raised."""
 
+    def crc32(self) -> dict[str, int]:
+        """CRC-32 of the same files once `done`; without one a file is only checked by its size before it is read."""
+        return {}
+
 
 class TrainBackend(ABC):
     """One rank's training implementation."""

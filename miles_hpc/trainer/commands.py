@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from miles_hpc.core.errors import ProtocolError
+from checkpoints.manifest import ManifestError, read_manifest
+from checkpoints.verify import verify_checkpoint
+from miles_hpc.core.errors import IntegrityError, ProtocolError
 from miles_hpc.core.messages import (
     Ack,
     CheckpointWritten,
@@ -57,6 +60,7 @@ class SavePart(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     done: bool
     files: dict[str, int] = {}
+    crc32: dict[str, int] = {}
     error: str = ""
 
 
@@ -73,11 +77,19 @@ class Commands:
     """The state of one rank between orders. `stage` and `source_address` are given on rank 0."""
 
     def __init__(
-        self, backend: TrainBackend, paths: RunPaths, *, world_size: int, stage: Stage | None = None, source: str = ""
+        self,
+        backend: TrainBackend,
+        paths: RunPaths,
+        *,
+        world_size: int,
+        rank: int = 0,
+        stage: Stage | None = None,
+        source: str = "",
     ) -> None:
         self._backend = backend
         self._paths = paths
         self._world_size = world_size
+        self._rank = rank
         self._stage = stage
         self._source = source
         self._step: int | None = None  # None until a state is loaded
@@ -146,7 +158,8 @@ class Commands:
         if not save.handle.done():
             return SavePart(folder=save.message.folder, done=False)
         try:
-            return SavePart(folder=save.message.folder, done=True, files=save.handle.result())
+            files = save.handle.result()
+            return SavePart(folder=save.message.folder, done=True, files=files, crc32=save.handle.crc32())
         except Exception as error:
             return SavePart(folder=save.message.folder, done=True, error=f"{type(error).__name__}: {error}")
 
@@ -156,8 +169,10 @@ class Commands:
             return None
         save = self._saves.pop(0)
         files: dict[str, int] = {}
+        crc32: dict[str, int] = {}
         for part in parts:
             files |= part.files
+            crc32 |= part.crc32
         failed = [f"rank {rank}: {part.error}" for rank, part in enumerate(parts) if part.error]
         if failed:
             self._saved_folders.discard(save.message.folder)
@@ -165,6 +180,7 @@ class Commands:
             step=save.message.step,
             folder=save.message.folder,
             files=files,
+            crc32=crc32,
             duration_s=time.monotonic() - save.started,
             error="; ".join(failed),
         )
@@ -173,6 +189,8 @@ class Commands:
 
     def _load(self, message: LoadState, payload: memoryview) -> Answer:
         folder = self._paths.root / message.checkpoint if message.checkpoint else None
+        if folder is not None:
+            self._verify(folder)
         self._step = self._backend.load(folder)
         self._last_step = self._staged = None
         self._saved_folders.clear()
@@ -183,6 +201,20 @@ class Commands:
             n_parameters=self._backend.n_parameters,
         )
         return ready, ()
+
+    def _verify(self, folder: Path) -> None:
+        """Read this rank's share of a checkpoint's files against the manifest's CRCs. Raises IntegrityError."""
+        try:
+            manifest = read_manifest(folder)
+        except FileNotFoundError:
+            return  # a folder that a user brought along has no manifest
+        except ManifestError as error:
+            raise IntegrityError(str(error)) from error
+        mine = sorted(manifest.files)[self._rank :: self._world_size]
+        share = msgspec.structs.replace(manifest, files={name: manifest.files[name] for name in mine})
+        problems = verify_checkpoint(folder, share)
+        if problems:
+            raise IntegrityError(f"checkpoint {folder}: {problems[0]}")
 
     def _train_step(self, message: TrainStep, payload: memoryview) -> Answer:
         result = self._backend.train_step(message)

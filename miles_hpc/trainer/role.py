@@ -106,7 +106,7 @@ def run_trainer(
     )
     board = FailureBoard(connect())
     if group.rank != 0:
-        return _follow(group, Commands(backend, paths, world_size=group.size), backend, board)
+        return _follow(group, Commands(backend, paths, world_size=group.size, rank=group.rank), backend, board)
 
     def identity(term: int) -> PeerIdentity:
         return PeerIdentity(

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints.publish import publish_bytes
+from checkpoints.verify import crc32_of_file
 from miles_hpc.core.errors import IntegrityError, MilesError, UserError
 from miles_hpc.trainer.backend import SaveHandle
 
@@ -59,6 +60,7 @@ class DcpSaveHandle(SaveHandle):
         self._small = small
         self._rank = rank
         self._files: Future[dict[str, int]] = Future()
+        self._crc32: dict[str, int] = {}
         threading.Thread(target=self._finish, name="save", daemon=True).start()
 
     def done(self) -> bool:
@@ -66,6 +68,9 @@ class DcpSaveHandle(SaveHandle):
 
     def result(self) -> dict[str, int]:
         return self._files.result()
+
+    def crc32(self) -> dict[str, int]:
+        return self._crc32
 
     def _finish(self) -> None:
         try:
@@ -75,6 +80,7 @@ class DcpSaveHandle(SaveHandle):
             names = [*self._small, *(p.name for p in self._folder.glob(f"__{self._rank}_*.distcp"))]
             if self._rank == 0:
                 names.append(".metadata")
+            self._crc32 = {name: crc32_of_file(self._folder / name) for name in names}
             self._files.set_result({name: (self._folder / name).stat().st_size for name in sorted(names)})
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             failed = MilesError(f"checkpoint {self._folder}: not written: {type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from checkpoints.verify import crc32_of_file
 from miles_hpc.core.config import SftConfig
 from miles_hpc.core.errors import MilesError
 from miles_hpc.core.registry import resolve
@@ -206,6 +207,8 @@ def save_and_load(w: World) -> Any:
     handle = b.save(folder)
     third = b.train_step(train_step(3, w.plans()))  # while the save runs
     files = handle.result()
+    for name, crc32 in handle.crc32().items():
+        assert crc32 == crc32_of_file(folder / name) and name in files
     finished = handle.done()
     final = weights(b)
     b.close()

@@ -204,3 +204,21 @@ def test_bad_run_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert errors.decode().count("\n") == 1
     assert "no-such-engine" in errors.decode()
+
+
+def test_ends_when_its_agent_is_silent_for_longer_than_the_lease(tmp_path: Path) -> None:
+    """A stopped agent is alive for the kernel; its engine must give the device back all the same."""
+    run = Run(tmp_path, SCRIPTED)
+    text = run.paths.resolved_toml.read_text()
+    run.paths.resolved_toml.write_text(text + "[control]\nheartbeat_interval_s = 0.5\nlease_s = 1.0\n")
+    with started(run.command(), stderr=subprocess.PIPE) as process:
+
+        async def agent() -> None:
+            endpoint = await run.transport().connect(run.address(process), deadline_s=20)
+            await RemoteEngine(endpoint, name="engine-x").describe()
+            assert process.poll() is None
+            await asyncio.to_thread(process.wait, 60)  # connected, but without a word
+
+        asyncio.run(agent())
+        assert process.returncode == 0
+        assert process.stderr is not None and b"no word of its agent" in process.stderr.read()

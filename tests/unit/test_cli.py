@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.journal import JournalWriter, RunCompleted, TermStarted
+from checkpoints.manifest import Counters, JournalPosition, Manifest, extend_lineage, publish_manifest
+from miles_hpc.cli.inputs import complete_at
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.load import load_prepared
@@ -42,6 +45,9 @@ BAD_INPUT = {
         "unknown key 'rollout.rolout_batch_size': did you mean 'rollout_batch_size'?",
     ),
     "wrong type": (["--set", "rollout.n_steps=ten"], "'rollout.n_steps' = \"ten\": expected int, seen str"),
+    "value out of range": (["--set", "train.eps_clip=-0.2"], "train.eps_clip = -0.2: expected 0 or more"),
+    "option that the environment lacks": (["--set", "environment.options.foo=1"], "unknown field `foo`"),
+    "run directory below a file": (["--run-dir", "run.toml/run"], "run.toml is a file: choose another"),
     "malformed --set": (["--set", "rollout.n_steps"], "--set rollout.n_steps: expected key=value"),
     "partition that the site lacks": (
         ["--set", "groups.rollout.partition=gpu"],
@@ -203,7 +209,7 @@ def test_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_directory_that_cannot_be_made(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["local", "run.toml", "--run-dir", "run.toml/below"]) == 1
+    assert main(["local", "run.toml", "--run-dir", "run.toml/below"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("miles-hpc: error: ")
     assert printed.count("\n") == 1
@@ -237,3 +243,31 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_complete_run_is_not_submitted_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run()
+    paths = RunPaths(here / "done")
+    prepare(run, make_site(), paths, source="", job_text="#!/bin/bash\n")
+    last = run.sft.steps + run.rollout.n_steps
+    with JournalWriter.create(paths.journal, TermStarted(term=1, attempt=1)) as journal:
+        manifest = Manifest(
+            run=run.name,
+            term=1,
+            step=last,
+            attempt=1,
+            lineage=extend_lineage((), 1, last),
+            counters=Counters(next_group_id=0),
+            journal=JournalPosition(term=1, offset=journal.offset),
+            files={},
+        )
+        folder = paths.checkpoint(1, last)
+        folder.mkdir(parents=True)
+        publish_manifest(folder, manifest, lambda: None)
+        assert complete_at(run, paths) is None  # saved, but the evaluation at the end was still to come
+        journal.append(RunCompleted(step=last))
+    before = tree(here)
+    assert main(["resume", str(paths.root)]) == 0
+    assert f"complete at step {last}" in capsys.readouterr().out
+    assert tree(here) == before
+    assert complete_at(make_run(f"rollout.n_steps={last + 1}"), paths) is None

@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 from checkpoints.journal import BatchFormed, GroupDropped, JournalWriter, StepDone, TermStarted, read_journals
 from checkpoints.manifest import (
     Counters,
+    FileEntry,
     JournalPosition,
     Manifest,
     extend_lineage,
+    list_checkpoints,
     newest_complete,
     publish_manifest,
     started_after,
 )
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.measure import eval_summary
-from miles_hpc.controller.recovery import plan_start
+from miles_hpc.controller.recovery import choose_checkpoint, plan_start
 from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
 from miles_hpc.core.config import SftConfig, TrainConfig
+from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import (
     GroupPurpose,
     GroupSummary,
@@ -153,3 +156,43 @@ def test_concurrent_appends_are_durable_and_in_order(tmp_path: Path) -> None:
     asyncio.run(scenario())
     records = list(read_journals(tmp_path)[1].records())[1:]
     assert [r.group_id for r in records] == list(range(50))
+
+
+def _checkpoint(root: Path, step: int) -> Path:
+    folder = root / f"step_{step:06d}.t000001"
+    folder.mkdir(parents=True)
+    (folder / "state").write_bytes(b"x" * step)
+    manifest = Manifest(
+        run="r",
+        term=1,
+        step=step,
+        attempt=1,
+        lineage=extend_lineage((), 1, step),
+        counters=Counters(next_group_id=0),
+        journal=JournalPosition(term=1, offset=0),
+        files={"state": FileEntry(n_bytes=step)},
+    )
+    publish_manifest(folder, manifest, lambda: None)
+    return folder
+
+
+def test_the_newest_readable_checkpoint_is_chosen_and_none_left_is_no_new_run(tmp_path: Path) -> None:
+    assert choose_checkpoint(list_checkpoints(tmp_path)) is None
+    (tmp_path / "step_000099.t000001").mkdir()  # a save that was cut: no manifest, no promise
+    assert choose_checkpoint(list_checkpoints(tmp_path)) is None
+    first, second, third = (_checkpoint(tmp_path, step) for step in (1, 2, 3))
+
+    def chosen(*unreadable: Path) -> Path:
+        found = choose_checkpoint(list_checkpoints(tmp_path), unreadable)
+        assert found is not None
+        return found[0]
+
+    assert chosen() == third and chosen(third) == second and chosen(third, second) == first
+    (third / "state").write_bytes(b"")
+    assert chosen() == second
+    with pytest.raises(UserError, match=r"none of 3 checkpoints can be read; the newest is .*0 bytes, expected 3"):
+        chosen(first, second)
+    (third / "COMPLETE").write_bytes(b"")
+    assert chosen() == second
+    with pytest.raises(UserError, match="none of 3 checkpoints"):
+        chosen(first, second)

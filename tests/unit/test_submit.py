@@ -152,3 +152,16 @@ def test_a_refused_job_is_not_noted(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Slurm refused the job: no"):
         submit_prepared(paths, FakeSlurm(refusal="no"))
     assert read_job(paths) is None
+
+
+def test_places_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root, message in (
+        (tmp_path / "file" / "below" / "run", "/file is a file"),
+        (tmp_path / ("n" * 300), "File name too long"),
+        (tmp_path / "a\0b", "expected printable characters"),
+        (tmp_path / "a\nb", "expected printable characters"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            check_owner(make_run(), RunPaths(root))
+        assert "\n" not in str(caught.value)

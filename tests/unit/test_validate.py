@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
 
-from miles_hpc.core.config import GroupConfig, SiteConfig, SitePartition
+from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import validate
-from miles_hpc.core.validate import partition_of
+from miles_hpc.core.validate import NUMBERS, partition_of
 from tests.unit.runs import make_run, make_site
 
 
@@ -42,6 +44,17 @@ def test_the_plain_run_is_valid_everywhere() -> None:
         ("rollout.max_weight_staleness=-1", "rollout.max_weight_staleness = -1: expected 0 or more"),
         ("rollout.max_admitted_batches=0.5", "rollout.max_admitted_batches = 0.5: expected at least 1"),
         ("control.lease_s=nan", "control.lease_s = nan: expected more than 0"),
+        ("control.lost_after_s=inf", "control.lost_after_s = inf: expected at most"),
+        ("rollout.max_admitted_batches=nan", "rollout.max_admitted_batches = nan: expected"),
+        ("train.eps_clip=-0.1", "train.eps_clip = -0.1: expected 0 or more"),
+        ("train.adam_beta2=1", "train.adam_beta2 = 1.0: expected at most"),
+        ("train.minibatches_per_step=4", "train.minibatches_per_step = 4: expected at most 1"),
+        ("sft.batch_size=0", "sft.batch_size = 0: expected at least 1"),
+        ("seed=-1", "seed = -1: expected 0 or more"),
+        ("model.init_seed=-1", "model.init_seed = -1: expected 0 or more"),
+        ("job.time=banana", 'job.time = "banana": expected minutes'),
+        ("job.time=00:00:00", 'job.time = "00:00:00": expected minutes'),
+        ("groups.sandbox.nodes=-1", "groups.sandbox: nodes = -1: expected 0 or more"),
         ("rollout.engine=troch", "rollout.engine: no engine named 'troch': did you mean 'torch'?"),
         ("train.backend=zzz", "train.backend: no backend named 'zzz': expected one of "),
         ("environment.name=shel", "environment.name: no environment named 'shel': did you mean 'shell'?"),
@@ -49,11 +62,22 @@ def test_the_plain_run_is_valid_everywhere() -> None:
         ("model.path=/somewhere", "model: both are given"),
         ("model.tokenizer=", "model.tokenizer: needed when model.config"),
         ("model.tokenizer=/nowhere", "model.tokenizer: no tokenizer.json in /nowhere"),
+        ("model.config.hidden_size=-3", "model.config.hidden_size = -3: expected a whole number"),
+        ("model.config.hidden_size=abc", "model.config.hidden_size = 'abc': expected a whole number"),
+        ("model.config.num_experts=0", "model.config.num_experts = 0: expected a whole number"),
+        (
+            "model.config={model_type='x', num_attention_heads=4, num_key_value_heads=3}",
+            "expected a multiple of num_key_value_heads = 3",
+        ),
+        (
+            "model.config={model_type='x', num_experts=2, num_experts_per_tok=3}",
+            "num_experts_per_tok = 3: expected at most num_experts",
+        ),
         ("model.config={a = 1}", "model.config: 'model_type' is missing"),
         ("train.row_tokens=128", "train.row_tokens = 128 is less than rollout.max_trajectory_tokens = 256"),
         ("train.max_tokens_per_microbatch=100", "train.max_tokens_per_microbatch = 100 is less than train.row_tokens"),
         ("control.lost_after_s=0.5", "control.lost_after_s = 0.5 must be more than control.heartbeat_interval_s"),
-        ("job.signal_s=70000", "job.signal_s = 70000: expected 0 to 65535"),
+        ("job.signal_s=70000", "job.signal_s = 70000: expected at most 65535"),
         ("job.account=a b", 'job.account = "a b": expected no spaces'),
         ("job.extra_directives=['exclusive']", "job.extra_directives: 'exclusive': expected an sbatch option"),
         ('job.extra_directives=["--a\\nrm"]', "job.extra_directives: "),
@@ -144,3 +168,32 @@ def test_memory_is_stated_for_later_components_as_well() -> None:
 
 def test_a_dotted_path_is_not_imported() -> None:
     validate(make_run("rollout.engine=no.such.module:Engine"), make_site())
+
+
+def _number_keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    for name, declared in get_type_hints(struct).items():
+        if isinstance(declared, type) and issubclass(declared, msgspec.Struct):
+            yield from _number_keys(declared, f"{prefix}{name}.")
+        elif {int, float} & ({declared} | set(get_args(declared))):
+            yield prefix + name
+
+
+def test_every_number_of_a_run_file_has_a_range() -> None:
+    assert {key for key in _number_keys(RunConfig) if not key.startswith("groups.")} == set(NUMBERS)
+
+
+@pytest.mark.parametrize("key", sorted(NUMBERS))
+def test_no_number_may_be_negative_huge_or_nan(key: str) -> None:
+    declared: object = RunConfig
+    for part in key.split("."):
+        declared = get_type_hints(declared)[part]
+    values = ["-1", "99999999999999999999999", *(["nan", "inf"] if declared is float else [])]
+    for value in values:
+        with pytest.raises(UserError) as caught:
+            validate(make_run(f"{key}={value}"), make_site())
+        assert f"{key} = " in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("time", ["30", "5:00", "01:00:00", "1-12", "2-00:30", "7-00:00:00", "UNLIMITED", ""])
+def test_times_that_sbatch_takes(time: str) -> None:
+    validate(make_run(f"job.time={time}"), make_site())
