@@ -214,7 +214,7 @@ class TermLoop:
             await self._warm_start()
         await self._publish_weights()
         if self._evaluations == 0 and run.eval.n_episodes:
-            await self._evaluate("before")
+            await self._evaluate("before" if run.rollout.n_steps else "sft_only")
             await self._save(wait=False)
         await self._take_over()
         self._events.note("phase", phase="rl", first_step=self._step + 1)
@@ -224,7 +224,7 @@ class TermLoop:
             if self._step % run.checkpoint.interval_steps == 0 and self._step < self._last_step:
                 await self._save(wait=False)
         self._dispatch.close()
-        if self._evaluations <= 1 and run.eval.n_episodes:
+        if self._evaluations <= 1 and run.eval.n_episodes and run.rollout.n_steps:
             await self._evaluate("after")
         await self._save(wait=True)
         await self._journal.append(RunCompleted(step=self._step))

@@ -77,7 +77,7 @@ NUMBERS: dict[str, _Range] = {
     "sft.lr_decay_from": _SHARE,
     "sft.lr_min_ratio": _SHARE,
     "sft.aux_loss_coef": _WEIGHT,
-    "rollout.n_steps": _COUNT,
+    "rollout.n_steps": _COUNT_OR_NONE,  # 0: the warm start alone, for comparison
     "rollout.rollout_batch_size": _COUNT,
     "rollout.n_samples_per_prompt": _COUNT,
     "rollout.engines_per_host": _Range(1, 1024),
