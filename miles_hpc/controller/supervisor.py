@@ -42,6 +42,8 @@ __all__ = ["Supervisor"]
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
+_QUICK_END_S = 15.0
+_LONGEST_PAUSE_S = 30.0
 
 
 class Supervisor:
@@ -59,6 +61,7 @@ class Supervisor:
         self._events = EventLog(self._paths.events, "supervisor", attempt=self._attempt)
         self._incarnation: dict[str, int] = defaultdict(int)
         self._restarts: dict[str, int] = defaultdict(int)
+        self._quick_ends: dict[str, int] = defaultdict(int)
         self._steps: list[Step] = []
         self._watchers: set[asyncio.Task[None]] = set()
         self._controller: ChildProcess | None = None
@@ -214,10 +217,11 @@ class Supervisor:
 
     async def _watch(self, step: Step) -> None:
         """Wait for a step's end, clean up after it, and start again what no newer step covers."""
+        began = time.monotonic()
         code = await step.process.wait()
         # Exit code 0: the agents were told to end, and the controller ends in a moment. Or srun says 0 after a node
         # failure; then the controller stays and the step is started again.
-        until = time.monotonic() + (_SHUTDOWN_S if code == 0 else _RESTART_PAUSE_S)
+        until = time.monotonic() + (_SHUTDOWN_S if code == 0 else self._restart_pause_s(step, began))
         while not self._ending and time.monotonic() < until:
             await asyncio.sleep(0.1)
         if self._ending:
@@ -234,6 +238,12 @@ class Supervisor:
         left = tuple(h for h in step.hosts if h not in newer)
         if left:
             self._restart(step.role, left, reason)
+
+    def _restart_pause_s(self, step: Step, began: float) -> float:
+        """Longer each time that a role's step ends right after its start: the cause may need time to go away."""
+        quick = time.monotonic() - began < _QUICK_END_S
+        self._quick_ends[step.role] = self._quick_ends[step.role] + 1 if quick else 0
+        return min(_LONGEST_PAUSE_S, _RESTART_PAUSE_S * 2.0 ** self._quick_ends[step.role])
 
     async def _end_all(self) -> None:
         self._ending = True

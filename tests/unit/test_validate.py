@@ -37,7 +37,6 @@ def test_the_plain_run_is_valid_everywhere() -> None:
     [
         ("name=a b", "name: expected 1 to 64 letters"),
         ("name=", "name: expected"),
-        ("rollout.n_steps=0", "rollout.n_steps = 0: expected at least 1"),
         ("rollout.n_samples_per_prompt=-1", "rollout.n_samples_per_prompt = -1: expected at least 1"),
         ("rollout.temperature=0", "rollout.temperature = 0.0: expected more than 0"),
         ("rollout.top_p=1.5", "rollout.top_p = 1.5: expected at most 1"),

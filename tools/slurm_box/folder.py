@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import pwd
+import secrets
 import shutil
 import socket
 import stat
@@ -46,7 +47,9 @@ def load(root: Path) -> Plan | None:
         data: dict[str, Any] = json.loads(path.read_text())
         spec = BoxSpec.from_json(data["spec"])
         uid, home = int(data["uid"]), str(data["root"])
-        plan = _plan(root, spec, base_port=data["base_port"], slot=data["slot"])
+        plan = _plan(
+            root, spec, base_port=data["base_port"], slot=data["slot"], first_job_id=data.get("first_job_id", 1)
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
@@ -137,8 +140,11 @@ def prepare(root: Path, spec: BoxSpec, stored: Plan | None) -> Plan:
                 shutil.rmtree(root / name, ignore_errors=True)
             stored.history_file.unlink(missing_ok=True)
     slot = namespaces.free_slot() if spec.netns else 0
-    plan = _plan(root, spec, base_port=_free_ports(ports_needed(spec)), slot=slot)
+    same = stored is not None and stored.spec == spec
+    first_job_id = stored.first_job_id if same and stored else 1000 + 1000 * secrets.randbelow(60_000)  # < MaxJobId
+    plan = _plan(root, spec, base_port=_free_ports(ports_needed(spec)), slot=slot, first_job_id=first_job_id)
     mark = {"spec": spec.to_json(), "uid": os.getuid(), "root": str(root), "base_port": plan.base_port, "slot": slot}
+    mark["first_job_id"] = first_job_id
     _publish(root / "box.json", json.dumps(mark, indent=1))
     for name in _FOLDERS + (("db",) if spec.accounting else ()):
         (root / name).mkdir(exist_ok=True)
@@ -159,13 +165,13 @@ def prepare(root: Path, spec: BoxSpec, stored: Plan | None) -> Plan:
     return plan
 
 
-def _plan(root: Path, spec: BoxSpec, *, base_port: int, slot: int) -> Plan:
+def _plan(root: Path, spec: BoxSpec, *, base_port: int, slot: int, first_job_id: int) -> Plan:
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError as error:
         raise UserError(f"uid {os.getuid()} has no name in /etc/passwd; expected a user that Slurm can name") from error
     host = socket.gethostname().partition(".")[0]
-    return Plan(spec=spec, root=root, user=user, host=host, base_port=base_port, slot=slot)
+    return Plan(spec=spec, root=root, user=user, host=host, base_port=base_port, slot=slot, first_job_id=first_job_id)
 
 
 def _publish(path: Path, text: str) -> None:

@@ -150,6 +150,8 @@ class Plan:
 
     base_port: slurmctld; +1 slurmdbd; +2 and up the slurmd of each node (netns: +2 for all, each in its own network).
     slot: names bridge, cables and subnet in netns mode; 0 otherwise.
+    first_job_id: MPICH names its shared memory after job and step, and what a killed rank leaves there stays. Boxes of
+    one host share that memory, so that each one counts from a place of its own.
     """
 
     spec: BoxSpec
@@ -158,6 +160,7 @@ class Plan:
     host: str  # what gethostname() says, without domain
     base_port: int
     slot: int = 0
+    first_job_id: int = 1
 
     @property
     def conf(self) -> Path:
@@ -222,6 +225,7 @@ class Plan:
             f"ClusterName={spec.cluster}",
             f"SlurmctldHost={self.host}({self.controller_address})",
             f"SlurmctldPort={self.base_port}",
+            f"FirstJobId={self.first_job_id}",
             f"SlurmUser={self.user}",
             f"SlurmdUser={self.user}",
             "",
