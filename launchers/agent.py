@@ -50,7 +50,7 @@ def main() -> int:
         if args.role == "trainer":
             from miles_hpc.trainer.agent_app import TrainerApp
 
-            app = TrainerApp(paths, identity)
+            app = TrainerApp(paths, identity, stopped_s=run.control.lost_after_s)
         elif args.role == "rollout":
             from miles_hpc.rollout.agent_app import RolloutApp
 

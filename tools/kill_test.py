@@ -55,6 +55,7 @@ VICTIMS = {
         Victim("agent", ("launchers.agent", "--role rollout", "!srun")),
         Victim("rank", ("launchers.trainer",)),
         Victim("controller", ("launchers.controller",)),
+        Victim("supervisor", ("launchers.supervisor",)),
         Victim("srun", ("srun", "launchers.agent", "--role rollout")),
         Victim("trainer-srun", ("srun", "launchers.agent", "--role trainer")),
         Victim("sandbox-agent", ("launchers.agent", "--role sandbox", "!srun")),
@@ -159,7 +160,7 @@ def kill_test(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kill_test", description=__doc__)
-    parser.add_argument("--faults", default="engine,agent,rank,controller,srun,sandbox-agent,trainer-srun")
+    parser.add_argument("--faults", default="engine,agent,rank,controller,srun,supervisor,sandbox-agent,trainer-srun")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the run directory")
     args = parser.parse_args()

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -72,6 +73,25 @@ class ChildProcess:
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal, as subprocess has it."""
         return self._process.poll()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped by a signal (state T, proc(5)): alive for its parent, dead for everybody else."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rsplit(")", 1)[1].split()[0] in ("T", "t")
+
+    async def kill_when_stopped(self, after_s: float) -> None:
+        """Kill it once it has been stopped for `after_s`. Returns when it has ended."""
+        since: float | None = None
+        while self.exit_code is None:
+            now = time.monotonic()
+            since = None if not self.stopped else since if since is not None else now
+            if since is not None and now - since >= after_s:
+                self.kill()
+            await asyncio.sleep(min(0.5, after_s))
 
     async def wait(self) -> int:
         """Wait for its end and return the exit code. Several tasks may wait."""

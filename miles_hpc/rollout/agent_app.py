@@ -113,11 +113,13 @@ class RolloutApp(AgentApp):
             child, address_file = self._start_engine(name, number, start)
             self._engines[name] = child
             serving = asyncio.create_task(self._serve_engine(name, child, address_file))
+            guard = asyncio.create_task(child.kill_when_stopped(self._run.control.lost_after_s))
             try:
                 code = await child.wait()
             finally:
+                guard.cancel()
                 serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+                await asyncio.gather(guard, serving, return_exceptions=True)
             self._host.remove_engine(name)
             quick = quick + 1 if time.monotonic() - began < _UTILISATION_S else 0
             await self._tell_end(name, code, child.log_tail())

@@ -25,7 +25,9 @@ __all__ = ["TrainerApp"]
 class TrainerApp(AgentApp):
     """Owns one rank."""
 
-    def __init__(self, paths: RunPaths, identity: AgentIdentity) -> None:
+    def __init__(self, paths: RunPaths, identity: AgentIdentity, *, stopped_s: float) -> None:
+        """A rank that is stopped for `stopped_s` seconds is killed: the others wait for it in a collective."""
+        self._stopped_s = stopped_s
         self._paths = paths
         self._identity = identity
         self._rank: ChildProcess | None = None
@@ -44,7 +46,9 @@ class TrainerApp(AgentApp):
         return self._paths.logs(me.attempt) / f"trainer-rank{me.rank}-i{me.incarnation}.log"
 
     async def _watch(self, rank: ChildProcess) -> None:
+        guard = asyncio.create_task(rank.kill_when_stopped(self._stopped_s))
         code = await rank.wait()
+        guard.cancel()
         if not self.failed.done():
             # A signal's number becomes a shell's exit code; a rank that ended by itself was told to.
             self.failed.set_result(128 - code if code < 0 else code)

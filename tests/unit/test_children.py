@@ -71,3 +71,16 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert _until_dead(pid)
+
+
+def test_a_stopped_child_is_killed_and_a_running_one_is_not() -> None:
+    async def scenario() -> None:
+        child = ChildProcess("c", ["sleep", "60"], log=None)
+        guard = asyncio.create_task(child.kill_when_stopped(0.3))
+        await asyncio.sleep(0.8)
+        assert child.exit_code is None and not child.stopped
+        os.kill(child.pid, signal.SIGSTOP)
+        assert await asyncio.wait_for(child.wait(), 10) == -signal.SIGKILL
+        await asyncio.wait_for(guard, 10)
+
+    asyncio.run(scenario())
