@@ -62,6 +62,7 @@ class World:
             store=dist.PrefixStore(f"{self._count}", self.store),
             rank=self.rank,
             world_size=self.size,
+            local_rank=self.rank,
             timeout_s=60.0,
             read_routed_experts=fake_routing,
         )

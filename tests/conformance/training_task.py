@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from miles_hpc.core.config import GroupConfig, GroupsConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from miles_hpc.core.messages import TrainStep
@@ -176,8 +177,11 @@ def _rank_main(rank: int, size: int, folder: str, scenario: Scenario) -> None:
 
 def run_world(size: int, folder: Path, scenario: Scenario) -> list[Any]:
     """Run `scenario(rank, size, store, folder)` on `size` new processes; returns what each returned."""
+    import torch
     import torch.multiprocessing as mp
 
+    if torch.cuda.is_available() and torch.cuda.device_count() < size:
+        pytest.skip(f"{size} ranks over NCCL want as many devices; here are {torch.cuda.device_count()}")
     folder.mkdir(parents=True, exist_ok=True)
     mp.start_processes(_rank_main, (size, str(folder), scenario), nprocs=size, start_method="spawn")
     results = []
