@@ -107,9 +107,10 @@ def summary(run_dir: Path, audit: dict[str, Any]) -> str:
         )
         kinds = (f"{k} {before['by_label'].get(k, 0):.2f}->{v:.2f}" for k, v in after["by_label"].items())
         lines.append("demo: by kind: " + ", ".join(kinds))
-    if audit:
+    if "asked" in audit:
         lines.append(
-            "demo: audit: " + ", ".join(f"{k} {v}" for k, v in audit.items() if isinstance(v, int | str | bool))
+            f"demo: audit: {audit['trained']} of {audit['asked']} groups trained, {len(audit['lost'])} lost,"
+            f" {len(audit['twice'])} trained twice, {sum(audit['dropped'].values())} dropped with a reason"
         )
     return "\n".join(lines)
 
