@@ -378,7 +378,7 @@ class TermLoop:
             "routing/recorded_positions": done.recorded_positions,
             "data/trained_groups_total": self._trained_groups,
         }
-        self._events.metric(step, {k: round(float(v), 6) for k, v in values.items()})
+        self._events.metric(step, {k: float(f"{v:.6g}") for k, v in values.items()})
 
     async def _publish_weights(self) -> None:
         """Stage the current weights, score the probe batch with them, and let the fleet follow."""
