@@ -8,9 +8,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_hpc.core import env, exits
 from miles_hpc.core.errors import DeadlineExpired, FencedError, UserError
+
+if TYPE_CHECKING:
+    from miles_hpc.control.agent import Agent
 
 
 def main() -> int:
@@ -73,9 +77,9 @@ def main() -> int:
         return exits.FAILED
 
 
-async def _until_terminated(agent) -> int:  # type: ignore[no-untyped-def]
+async def _until_terminated(agent: Agent) -> int:
     """Run the agent; SIGTERM cancels it, so that its children end before it does."""
-    task = asyncio.ensure_future(agent.run())
+    task = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -69,6 +69,7 @@ from miles_hpc.dataflow.source import PromptSource
 __all__ = ["AllocationEnds", "TermLoop", "TrainerLost"]
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 #: Seconds that the end of an allocation needs besides one step and one save: hanging up, ending the steps, requeueing.
 _END_MARGIN_S = 12.0
@@ -468,9 +469,9 @@ class TermLoop:
         await self._save(wait=True)
         raise AllocationEnds(f"allocation {self._attempt} ends: saved step {self._step} of {self._last_step}")
 
-    async def _or_ending(self, awaitable):  # type: ignore[no-untyped-def]
+    async def _or_ending(self, awaitable: Coroutine[Any, Any, T]) -> T:
         """Await it, but look after the allocation meanwhile."""
-        task = asyncio.ensure_future(awaitable)
+        task = asyncio.create_task(awaitable)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=0.5)

@@ -111,11 +111,12 @@ class Supervisor:
             self._controller = self._start_controller()
             link = asyncio.create_task(self._stay_in_touch(self._controller))
             ended = asyncio.create_task(self._controller.wait())
-            await asyncio.wait({ended, self._failed, link}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {ended, self._failed}
+            await asyncio.wait({*ends, link}, return_when=asyncio.FIRST_COMPLETED)
             if link.done() and (fenced := link.exception()) is not None:
                 await self._controller.end(_END_GRACE_S)
                 raise fenced
-            await asyncio.wait({ended, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             link.cancel()
             await asyncio.gather(link, return_exceptions=True)
             if not ended.done():

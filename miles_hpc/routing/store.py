@@ -64,7 +64,7 @@ def write_group(
         seen = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
         raise UserError(f"group {group_id}: routed experts {seen}: expected [rows, layers, top_k] of one type")
     rows = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    layout = ArrayLayout.plan(*rows.shape, rows.dtype)
+    layout = ArrayLayout.plan(rows.shape[0], rows.shape[1], rows.shape[2], rows.dtype)
 
     final = store / key
     temporary = store / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
