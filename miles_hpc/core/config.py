@@ -67,7 +67,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     n_steps: int = 100  # RL optimizer steps in the whole run, over all allocations
     rollout_batch_size: int = 16  # prompts (groups) per step
     n_samples_per_prompt: int = 8
-    engine: str = "torch"  # torch | sglang | scripted | a registered name or dotted path
+    engine: str = "torch"  # torch | scripted | a registered name or dotted path
     engines_per_host: int = 1
     slots_per_engine: int = 64  # generation slots: trajectories that one engine serves at once
     engine_step_interval_s: float = 0.0  # shortest time between two decoding steps: more requests share a forward
@@ -90,7 +90,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 class TrainConfig(Section, frozen=True, kw_only=True):
     """The RL optimizer step."""
 
-    backend: str = "fsdp"
+    backend: str = "fsdp"  # fsdp | a registered name or dotted path
     advantage_estimator: Literal["grpo", "reinforce"] = "grpo"
     grpo_std_normalization: bool = True
     lr: float = 3e-4
@@ -106,7 +106,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     entropy_coef: float = 0.0
     use_tis: bool = False  # truncated importance sampling against the engine's log-probs
     tis_clip: float = 2.0
-    minibatches_per_step: int = 1  # reserved name; one optimizer step per batch
+    minibatches_per_step: int = 1  # reserved: only 1, one optimizer step per batch
     max_tokens_per_microbatch: int = 8192  # rows * row_tokens of one forward
     row_tokens: int = 256  # length of a packed row; at least rollout.max_trajectory_tokens
     probe_sequences: int = 8  # fixed batch scored by engine and trainer after each sync; 0 switches it off
@@ -220,7 +220,7 @@ class SitePartition(Section, frozen=True, kw_only=True):
     name: str
     roles: list[str]  # trainer | rollout | sandbox: the first partition listed for a role is its default
     nodes: int = 0  # 0 = unknown
-    max_time: str = ""
+    max_time: str = ""  # for readers; Slurm itself refuses a job.time above it
     constraint: str = ""
     gres: str = ""  # GPU type in gres requests: gpu:<type>:<n>; "" = gpu:<n>
     gpus_per_node: int = 0
@@ -228,12 +228,12 @@ class SitePartition(Section, frozen=True, kw_only=True):
 
 
 class SiteNode(Section, frozen=True, kw_only=True):
-    """What the nodes have that programs need to know."""
+    """What a node has."""
 
-    gpus: int = 0
-    gpu: str = ""
-    nics: list[str] = []
-    local_scratch: str = ""
+    gpus: int = 0  # the most that a group may ask for without Slurm; with it, partitions say so
+    gpu: str = ""  # for readers: the model
+    nics: list[str] = []  # for readers
+    local_scratch: str = ""  # for readers
 
 
 class SiteConfig(Section, frozen=True, kw_only=True):
@@ -241,13 +241,13 @@ class SiteConfig(Section, frozen=True, kw_only=True):
 
     name: str
     title: str = ""
-    sources: list[str] = []
+    sources: list[str] = []  # for readers: where the facts are from
     verified: str = ""  # date
     scheduler: Literal["slurm", "none"] = "slurm"
     partitions: list[SitePartition] = []
     node: SiteNode = SiteNode()
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
-    layout: Literal["hetjob", "hetjob_span", "split"] = "hetjob"
+    layout: Literal["hetjob", "hetjob_span", "split"] = "hetjob"  # only hetjob can be rendered so far
     requires_account: bool = False
     requeue: bool = True  # whether a job may be requeued by its owner; otherwise a follow-up job is chained
     mpi: str = "pmi2"  # srun --mpi
