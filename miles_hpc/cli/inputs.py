@@ -45,7 +45,7 @@ class RunInputs:
     source: str  # the run file's text
 
 
-def find_run_file(text: str) -> Path:
+def find_run_file(text: str, wanted: str = "run file or recipe") -> Path:
     """A path to a run file, or the name of a recipe that ships with the project."""
     try:
         if Path(text).is_file():
@@ -57,7 +57,7 @@ def find_run_file(text: str) -> Path:
         return recipes[text]
     near = get_close_matches(text, recipes, 1)
     hint = f": did you mean '{near[0]}'?" if near else f"; recipes are {', '.join(sorted(recipes)) or 'none'}"
-    raise UserError(f"{text}: no such run file or recipe{hint}")
+    raise UserError(f"{text}: no such {wanted}{hint}")
 
 
 def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInputs:
@@ -88,7 +88,7 @@ def find_run_dir(text: str) -> RunPaths:
     if Path(text).is_dir():
         paths = RunPaths(Path(text).absolute())
     else:
-        run = load_run(find_run_file(text))
+        run = load_run(find_run_file(text, "run directory, run file or recipe"))
         paths = RunPaths(Path.cwd() / Path(run.run_dir or f"runs/{run.name}").expanduser())
     if not paths.identity.is_file():
         raise UserError(f"{paths.root} is not a run directory: identity.json is missing; 'miles-hpc submit' makes one")

@@ -90,6 +90,7 @@ def test_bad_input(case: str, here: Path, capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "message"),
     [
         (["submit", "nothing.toml"], "nothing.toml: no such run file or recipe"),
+        (["status", "runs/none"], "runs/none: no such run directory, run file or recipe"),
         (["status", "bin"], "is not a run directory: identity.json is missing"),
         (["cancel", "run.toml"], "is not a run directory"),
         (["resume", "bin"], "is not a run directory"),
