@@ -72,27 +72,43 @@ def test_a_run_survives_kills_and_trains_every_group_once(clean_box: Box, run_di
     assert probes and max(probes) <= 1e-5
 
 
+def _cli(box: Box, *arguments: str) -> str:
+    command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", *arguments]
+    done = subprocess.run(command, env=box.env(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slurm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_the_time_limit_cuts_and_the_next_allocation_goes_on(clean_box: Box, run_dir: Path) -> None:
-    command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "submit", "demo", "--site", "slurm_box", "--watch"]
-    command += ["--run-dir", str(run_dir)]
-    settings = (*SMALL, "rollout.n_steps=70", "job.time=00:01:00", "job.signal_s=30")
-    for setting in settings:
-        command += ["--set", setting]
-    done = subprocess.run(command, env=clean_box.env(), capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    last = len(list((run_dir / "attempts").glob("[0-9]*")))
-    until(lambda: (run_dir / "attempts" / f"{last:04d}" / "outcome.json").exists(), "the supervisor's end", 60)
-    outcomes = [json.loads(p.read_text())["outcome"] for p in sorted((run_dir / "attempts").glob("*/outcome.json"))]
-    assert outcomes[-1] == "completed" and set(outcomes[:-1]) == {"continue"} and len(outcomes) >= 2
+    """Cut by the limit, resumed by itself; then cancelled, and resumed by hand with fewer steps left to do."""
+    settings = (*SMALL, "rollout.n_steps=2000", "job.time=00:01:00", "job.signal_s=30")
+    sets = [word for setting in settings for word in ("--set", setting)]
+    _cli(clean_box, "submit", "demo", "--site", "slurm_box", "--run-dir", str(run_dir), *sets)
+    until(lambda: len(_notes(run_dir, "allocation_start")) >= 2, "the second allocation", 150)
+    outcome = json.loads((run_dir / "attempts" / "0001" / "outcome.json").read_text())
+    assert outcome["outcome"] == "continue", outcome
+    (cut,) = [n["step"] for n in _notes(run_dir, "checkpoint")][-1:]
+    assert isinstance(cut, int)
+    until(lambda: rl_step(run_dir) >= cut + 2, "steps of the second allocation", 120)
     job_id = json.loads((run_dir / "job.json").read_text())["job_id"]
     records = [r for r in clean_box.history() if r.het_job_id == job_id]
-    assert {r.het_offset for r in records} == {0, 1, 2}
-    assert len({r.start for r in records if r.het_offset == 0}) == len(outcomes)
-    audit = subprocess.run([sys.executable, "-P", "-m", "tools.audit_run", str(run_dir), "--strict"], check=False)
-    assert audit.returncode == 0
+    assert {(r.het_offset, r.state) for r in records} == {(0, "REQUEUED"), (1, "REQUEUED"), (2, "REQUEUED")}
+
+    _cli(clean_box, "cancel", str(run_dir))
+    until(lambda: not clean_box.run("squeue", "-h", "-a", "-o", "%i").split(), "the cancelled job to go", 60)
+    n_steps = rl_step(run_dir) - 4 + 12  # less the warm start's 4
+    _cli(clean_box, "resume", str(run_dir), "--set", f"rollout.n_steps={n_steps}", "--set", "job.time=00:10:00")
+    until(lambda: _notes(run_dir, "run_complete"), "the run's end", 180)
+    audit = subprocess.run(
+        [sys.executable, "-P", "-m", "tools.audit_run", str(run_dir), "--json", "--strict"],
+        capture_output=True,
+        check=False,
+    )
+    result = json.loads(audit.stdout)
+    assert (audit.returncode, result["trained"]) == (0, n_steps * 4), result
 
 
 @pytest.mark.slurm
