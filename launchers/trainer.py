@@ -39,13 +39,15 @@ def main() -> int:
         secret = load_secret(paths.secret)
         os.environ.setdefault("OMP_NUM_THREADS", str(run.train.threads))
         sys.path[:0] = run.python_path
-        keep_freed_memory()
 
         from miles_hpc.control.mpi import open_world
         from miles_hpc.trainer.role import run_trainer
 
         trainer = run.groups.trainer
         group = open_world(trainer.nodes * trainer.ranks_per_node)
+        # Not before: with memory reused, MPICH 5.0.2 sent its address over PMI with an end that depended on what lay
+        # behind it ("value not properly terminated", then a failed assertion on the other rank), in some runs always.
+        keep_freed_memory()
         code = run_trainer(
             group, run, site, paths, secret, attempt=args.attempt, incarnation=args.incarnation, host=args.host
         )
