@@ -465,6 +465,8 @@ class TermLoop:
         if not self._ending.is_set() and (remaining is None or remaining > reserve):
             return
         self._events.note("drain", remaining_s=remaining, reserve_s=reserve)
+        if not self._loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
+            raise AllocationEnds(f"allocation {self._attempt} ends before its trainer was ready: step {self._step}")
         await self._dispatch.drain(_DRAIN_S)
         await self._save(wait=True)
         raise AllocationEnds(f"allocation {self._attempt} ends: saved step {self._step} of {self._last_step}")
@@ -475,7 +477,7 @@ class TermLoop:
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=0.5)
-                if not task.done() and self._members.endpoint(TRAINER_RANK0) is not None and self._loaded:
+                if not task.done() and (not self._loaded or self._members.endpoint(TRAINER_RANK0) is not None):
                     await self._check_allocation()
             return task.result()
         finally:
