@@ -15,7 +15,7 @@ A reply is a struct as well. Arrays in a message travel in the payload behind th
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import msgspec
 
@@ -38,6 +38,11 @@ __all__ = ["MESSAGE_TYPES", "Message", "decode", "encode"]
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="_"):
     """Base of every message."""
 
+    #: The handler may be stopped when its caller gives up. Off for what would be left half done.
+    cancellable: ClassVar[bool] = False
+    #: Isn't held back when the peer's window is used up: a full window must not look like a dead process.
+    urgent: ClassVar[bool] = False
+
 
 # ---------------------------------------------------------------------------------------------- general
 
@@ -52,6 +57,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     The reply (Ack) is what renews the agent's lease.
     """
 
+    urgent: ClassVar[bool] = True
+
     children: tuple[str, ...] = ()
 
 
@@ -65,6 +72,8 @@ class ChildEvent(Message, frozen=True, kw_only=True):
 
 class Shutdown(Message, frozen=True, kw_only=True):
     """End now; everything that counts has been saved."""
+
+    urgent: ClassVar[bool] = True
 
     reason: str
 
@@ -188,6 +197,8 @@ class Generate(Message, frozen=True, kw_only=True):
     [n_rows, moe_layers, top_k] (uint8 up to 256 experts, uint16 above) for rows from `routed_experts_start`
     to n_input + n - 1: the routing of each token as an input, so the last sampled token has none yet.
     """
+
+    cancellable: ClassVar[bool] = True
 
     request_id: str
     session_id: str
