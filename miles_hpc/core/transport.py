@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
@@ -76,11 +76,13 @@ class Credentials:
     """What a process needs to join: the run's secret and who it says it is.
 
     Attempt and term are part of the handshake's transcript. A listener refuses peers of another attempt always,
-    and of another term unless it was opened with `any_term`.
+    and of another term unless it was opened with `any_term`. A newer peer is proof that the listener's owner is
+    fenced: `on_newer` is called with its identity then, in the listener's loop or thread, and must not wait.
     """
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     identity: PeerIdentity
+    on_newer: Callable[[PeerIdentity], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,9 @@ class Transport(ABC):
         """Bind a port chosen by the system on address `bind`, then accept.
 
         `on_connect` runs after authentication and before any message of that endpoint is handled; raising in it
-        refuses the peer. `on_close` runs once per accepted endpoint. A peer of another term is refused with a
-        FencedError on its side unless `any_term` is set (an engine outlives terms; its host's agent adopts new ones).
+        refuses the peer. `on_close` runs once per accepted endpoint. A peer of another term is refused unless
+        `any_term` is set (an engine outlives terms; its host's agent adopts new ones): an older peer gets a
+        FencedError, a newer one a PeerLost, since it is this listener that is left over.
         """
 
     @abstractmethod
@@ -254,9 +257,7 @@ class BlockingTransport(ABC):
         """As Transport.listen."""
 
     @abstractmethod
-    def connect(
-        self, address: str, handler: BlockingHandler | None = None, *, deadline_s: float
-    ) -> BlockingEndpoint:
+    def connect(self, address: str, handler: BlockingHandler | None = None, *, deadline_s: float) -> BlockingEndpoint:
         """As Transport.connect."""
 
     @abstractmethod
