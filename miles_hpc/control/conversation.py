@@ -163,6 +163,11 @@ class Conversation:
         wire.on_drained = self._drained
         wire.start_frames(Sealer(keys.send_key, limits), Opener(keys.receive_key, limits))
 
+    @property
+    def was_admitted(self) -> bool:
+        """Whether the listener has let the peer in."""
+        return self._admitted
+
     # ------------------------------------------------------------------------------ our calls
 
     def begin(

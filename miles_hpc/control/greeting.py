@@ -154,20 +154,19 @@ class Dialing:
         self._failed = failed
         self._dialer = Dialer(terms.credentials, version=terms.version, window=terms.window)
         self._state = 0  # 1: opening sent, 2: proof sent, 3: over
-        self._wire = carrier.dial(address, self._connected, self._fail)
+        self._wire: Wire | None = None
+        self._stop_dialing = carrier.dial(address, self._connected, self._fail)
 
     def give_up(self) -> None:
         """Stop; no callback follows."""
         self._state = 3
-        if self._wire is not None:
-            self._wire.silence()
+        if self._wire is None:
+            self._stop_dialing()
+        else:
             self._wire.abandon()
 
     def _connected(self, wire: Wire) -> None:
         self._wire = wire
-        if self._state == 3:
-            wire.abandon()
-            return
         wire.on_message = self._message
         wire.on_lost = self._lost
         wire.on_violated = self._lost

@@ -94,6 +94,11 @@ class PlainLoop:
         except FileNotFoundError:
             self._epoll.register(fd, mask)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a descriptor is watched or a callback waits; timers don't count."""
+        return bool(self._ready or self._writers or self._readers.keys() - {self._wake_fd})
+
     # ------------------------------------------------------------------------------ running
 
     def wakeable(self) -> None:

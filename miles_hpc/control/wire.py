@@ -141,8 +141,10 @@ class Carrier(ABC):
         """Bind and call `accepted` with each incoming wire. Raises UserError when `bind` isn't ours."""
 
     @abstractmethod
-    def dial(self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]) -> Wire | None:
-        """Begin to connect; one of the callbacks follows, later. The wire that is returned may be abandoned meanwhile.
+    def dial(
+        self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
+    ) -> Callable[[], None]:
+        """Begin to connect; one of the callbacks follows, later. Returns what gives it up: then none does.
 
         `failed` gets PeerLost. Raises UserError for an address of another form.
         """

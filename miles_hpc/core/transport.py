@@ -95,9 +95,9 @@ class Reply:
 
 HandlerResult: TypeAlias = Message | tuple[Message, Sequence[Buffer]] | None
 Answer: TypeAlias = Union[HandlerResult, AsyncIterator[HandlerResult], Iterator[HandlerResult]]  # noqa: UP007
-Handler: TypeAlias = Callable[["Endpoint", Message, memoryview], Union[Answer, Awaitable[Answer]]]
+Handler: TypeAlias = Callable[["Endpoint", Message, memoryview], Answer | Awaitable[Answer]]
 BlockingHandler: TypeAlias = Callable[
-    ["BlockingEndpoint", Message, memoryview], Union[HandlerResult, Iterator[HandlerResult]]
+    ["BlockingEndpoint", Message, memoryview], HandlerResult | Iterator[HandlerResult]
 ]
 
 # ------------------------------------------------------------------------------------------------ asyncio
