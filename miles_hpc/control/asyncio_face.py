@@ -111,7 +111,12 @@ class AsyncEndpoint(Endpoint, Face):
         exchange = self.conversation.notify(message, payload)
         if exchange.result is None:
             future: asyncio.Future[None] = self._loop.create_future()
-            exchange.on_done = lambda _: None if future.done() else future.set_result(None)
+
+            def done(_: Exchange) -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            exchange.on_done = done
             await future
         if isinstance(exchange.result, Exception):
             raise exchange.result
@@ -138,7 +143,18 @@ class AsyncEndpoint(Endpoint, Face):
         else:
             task = self._loop.create_task(self._handle(incoming, answer))
             self._keep(task)
-            incoming.stop = task.cancel
+
+            def stop() -> None:
+                task.cancel()
+
+            def ended(task: asyncio.Task[None]) -> None:
+                if task.cancelled():  # perhaps before it began: then nothing in it has run
+                    if inspect.iscoroutine(answer):
+                        answer.close()
+                    self.conversation.fail(incoming, asyncio.CancelledError())
+
+            incoming.stop = stop
+            task.add_done_callback(ended)
 
     async def _handle(self, incoming: Incoming, answer: Any) -> None:
         try:
@@ -147,9 +163,6 @@ class AsyncEndpoint(Endpoint, Face):
             if hasattr(answer, "__anext__") or hasattr(answer, "__next__"):
                 await self._send_items(incoming, answer)
                 answer = None
-        except asyncio.CancelledError as error:
-            self.conversation.fail(incoming, error)
-            raise
         except Exception as error:
             self._failed(incoming, error)
             return

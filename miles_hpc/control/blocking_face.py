@@ -325,7 +325,7 @@ class PlainTransport(BlockingTransport):
     def connect(self, address: str, handler: BlockingHandler | None = None, *, deadline_s: float) -> BlockingEndpoint:
         loop = self._loop
         end = loop.time() + deadline_s
-        found: list[PlainEndpoint | Exception] = []
+        found: list[PlainEndpoint] = []
         decided: list[Exception | None] = []
 
         def authenticated(wire: Wire, keys: SessionKeys) -> None:
@@ -333,20 +333,18 @@ class PlainTransport(BlockingTransport):
             found.append(endpoint)
             endpoint.conversation.when_admitted(decided.append)
 
-        dialing = Dialing(self._carrier, address, self.terms, authenticated, found.append)
-        in_time = loop.run_until(lambda: bool(decided) or (bool(found) and isinstance(found[0], Exception)), end)
-        if found and isinstance(found[0], Exception):
-            raise found[0]
-        if not in_time:
+        dialing = Dialing(self._carrier, address, self.terms, authenticated, decided.append)
+        if not loop.run_until(lambda: bool(decided), end):
             if found:
                 found[0].conversation.abandon("connect was given up")
             else:
                 dialing.give_up()
             raise DeadlineExpired(f"{address}: no connection after {deadline_s:.1f} s")
-        endpoint = found[0]
         if decided[0] is not None:
-            endpoint.conversation.abandon("refused")
+            if found:
+                found[0].conversation.abandon("refused")
             raise decided[0]
+        endpoint = found[0]
         self._dialed.add(endpoint)
         endpoint.on_ended = lambda: self._dialed.discard(endpoint)
         return endpoint

@@ -58,6 +58,8 @@ _failure_decoder = msgspec.msgpack.Decoder(Failure)
 _CALL, _REPLY, _FAILURE, _NOTIFY = int(Frame.CALL), int(Frame.REPLY), int(Frame.FAILURE), int(Frame.NOTIFY)
 _STREAM, _ITEM, _CANCEL, _CREDIT_FRAME = int(Frame.STREAM), int(Frame.ITEM), int(Frame.CANCEL), int(Frame.CREDIT)
 
+_ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
+
 
 def _failure(kind: str, text: str) -> bytes:
     return msgspec.msgpack.encode(Failure(kind, text[:_MAX_FAILURE_CHARS]))
@@ -380,7 +382,7 @@ class Conversation:
                         exchange.settle(_ACK_REPLY)
                     else:
                         exchange.settle(Reply(decode(header), payload))
-            elif kind == _CALL or kind == _NOTIFY or kind == _STREAM:
+            elif kind in _ASKING:
                 self._take(Incoming(kind, call_id, decode(header), payload, len(header) + len(payload)))
             else:
                 self._rare_frame(kind, call_id, header, payload)
@@ -515,7 +517,7 @@ class Conversation:
         self._timer = self._loop.call_later(max(0.0, end - self._loop.time()), self._expire)
 
     def _expire(self) -> None:
-        """One timer for all exchanges: it fires at the earliest deadline, most of whose calls were answered long ago."""
+        """One timer for all: it fires at the earliest deadline, whose call was most often answered long ago."""
         self._timer, self._timer_at = None, float("inf")
         now = self._loop.time()
         next_end = float("inf")

@@ -4,14 +4,14 @@
     large   head 24 bytes │ head MAC 16 │ header │ payload │ body MAC 16
     head    kind u8, 3 zero bytes, header length u32, payload length u64, call id u64; all little-endian
 
-A small frame has one MAC over everything: its length is believed before that is checked, but the buffer for INLINE_BYTES
-is there already. The head of a large frame has a MAC of its own, so that nothing is allocated for a length that doesn't
+A small frame has one MAC over everything: its length is believed before that is checked, but the buffer for it is there
+already. The head of a large frame has a MAC of its own, so that nothing is allocated for a length that doesn't
 come from the peer. All MACs cover the frame's sequence number, which is counted on both sides and never sent: a frame
-that is replayed, reordered, left out or reflected doesn't verify. After the first mismatch the endpoint is closed; there
-is no way back into step.
+that is replayed, reordered, left out or reflected doesn't verify. After the first mismatch the endpoint is closed;
+there is no way back into step.
 
-Heads and small frames: keyed BLAKE2b (RFC 7693), the fastest MAC of the standard library for a few hundred bytes. Bodies
-of large frames: AES-256-GMAC (NIST SP 800-38D, GCM with associated data only) from `cryptography`; its nonce is the
+Heads and small frames: keyed BLAKE2b (RFC 7693), the standard library's fastest MAC for a few hundred bytes. Bodies of
+large frames: AES-256-GMAC (NIST SP 800-38D, GCM with associated data only) from `cryptography`; its nonce is the
 sequence number under a key that no other direction or connection has, so it never repeats. README.md has the cost.
 """
 
@@ -74,132 +74,6 @@ class Frame(enum.IntEnum):
 
 
 _MAX_KIND = 11
-
-
-class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An exception on the wire: class name and text."""
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a receiver accepts, in bytes and messages. The window is announced in the handshake."""
-
-    header_bytes: int = 16 << 20
-    payload_bytes: int = 4 << 30
-    window_messages: int = 4096
-    window_bytes: int = 64 << 20
-
-
-class Head(NamedTuple):
-    """A head: of a small frame, not verified yet, or of a large one, to be verified by Opener.large."""
-
-    kind: int
-    header_bytes: int
-    payload_bytes: int
-    call_id: int
-
-
-class BodyMac:
-    """The running MAC of a large frame's header and payload."""
-
-    def __init__(self, key: bytes, sequence: int) -> None:
-        # Not at the top: a process that never sees a large frame starts without it.
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-        nonce = bytes(4) + _SEQUENCE.pack(sequence)
-        self._gcm: Any = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
-
-    def update(self, data: Buffer) -> None:
-        self._gcm.authenticate_additional_data(data)
-
-    def tag(self) -> bytes:
-        """The MAC; ends it."""
-        self._gcm.finalize()
-        tag: bytes = self._gcm.tag
-        return tag
-
-    def check(self, tag: Buffer) -> None:
-        """Raise AuthenticationError unless `tag` is the MAC of what was seen."""
-        if not compare_digest(self.tag(), tag):
-            raise AuthenticationError("the body doesn't carry the peer's MAC")
-
-
-class _Direction:
-    """MAC states of one direction; copying a keyed state is cheaper than keying one."""
-
-    def __init__(self, key: bytes, limits: Limits) -> None:
-        self._small = hashlib.blake2b(key=key, person=b"mhpc small", digest_size=TAG_BYTES)
-        self._head = hashlib.blake2b(key=key, person=b"mhpc head", digest_size=TAG_BYTES)
-        self._body_key = hashlib.blake2b(key=key, person=b"mhpc body", digest_size=32).digest()
-        self._limits = limits
-        self._sequence = 0
-
-    def _head_tag(self, head: Buffer) -> bytes:
-        mac = self._head.copy()
-        mac.update(_SEQUENCE.pack(self._sequence))
-        mac.update(head)
-        return mac.digest()
-
-
-class Sealer(_Direction):
-    """Makes the frames of one direction. Frames must be sent in the order in which they were sealed."""
-
-    def small(self, kind: int, call_id: int, header: bytes, payload: bytes) -> bytes:
-        """A whole small frame. The caller has checked that it is one."""
-        body = _HEAD.pack(kind, len(header), len(payload), call_id) + header + payload
-        mac = self._small.copy()
-        mac.update(_SEQUENCE.pack(self._sequence) + body)
-        self._sequence += 1
-        return body + mac.digest()
-
-    def large(self, kind: int, call_id: int, header: bytes, payload_bytes: int) -> tuple[bytes, BodyMac]:
-        """Head and head MAC of a large frame, and the MAC that must be fed header and payload and sent behind them.
-
-        Raises ProtocolError when it's larger than the limits.
-        """
-        check_sizes(self._limits, len(header), payload_bytes)
-        head = _HEAD.pack(kind, len(header), payload_bytes, call_id)
-        tag = self._head_tag(head)
-        mac = BodyMac(self._body_key, self._sequence)
-        self._sequence += 1
-        return head + tag, mac
-
-
-class Opener(_Direction):
-    """Checks the frames of the other direction, in the order of their arrival."""
-
-    def small(self, data: Buffer) -> None:
-        """Check a whole small frame. Raises AuthenticationError."""
-        view = memoryview(data)
-        mac = self._small.copy()
-        mac.update(_SEQUENCE.pack(self._sequence))
-        mac.update(view[:-TAG_BYTES])
-        if not compare_digest(mac.digest(), view[-TAG_BYTES:]):
-            raise AuthenticationError("a frame doesn't carry the peer's MAC, or isn't the next one")
-        self._sequence += 1
-
-    def large(self, head: Head, data: Buffer, tag: Buffer) -> BodyMac:
-        """Check the head of a large frame and return the MAC for its body.
-
-        Raises AuthenticationError, or ProtocolError when it's larger than the limits.
-        """
-        if not compare_digest(self._head_tag(data), tag):
-            raise AuthenticationError("a frame's head doesn't carry the peer's MAC, or isn't the next one")
-        check_sizes(self._limits, head.header_bytes, head.payload_bytes)
-        mac = BodyMac(self._body_key, self._sequence)
-        self._sequence += 1
-        return mac
-
-
-def read_head(data: Buffer, offset: int = 0) -> Head:
-    """The head at `offset`. Raises ProtocolError for an unknown kind."""
-    head = Head._make(_HEAD.unpack_from(data, offset))
-    if not 1 <= head[0] <= _MAX_KIND:
-        raise ProtocolError(f"frame of unknown kind {head[0]}")
-    return head
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

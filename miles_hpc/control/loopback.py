@@ -133,3 +133,6 @@ class LoopbackCarrier(Carrier):
 
     def chosen(self) -> dict[str, str]:
         return {"transport": "loopback"}
+
+    def close(self) -> None:
+        return

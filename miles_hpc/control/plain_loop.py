@@ -1,7 +1,7 @@
 """The event loop of the blocking face: descriptors, timers and callbacks, run only while somebody waits.
 
-It has the few methods of asyncio's loops that wires and conversations use (wire.Loop), and costs a fifth of asyncio's
-time per event. `run_until` may be called from a callback: the inner call serves everything, the outer one goes on after.
+It has the few methods of asyncio's loops that wires and conversations use (wire.Loop). `run_until` may be called from a
+callback: the inner call serves everything, the outer one goes on after it.
 """
 
 from __future__ import annotations

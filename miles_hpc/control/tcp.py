@@ -330,7 +330,7 @@ class TcpWire(Wire):
         self._start, self._stop = 0, rest
         if n:
             self._bulk_arrived(n)
-        if rest and self._mac is None:
+        if rest:  # more than the large frame had arrived, so it's whole and delivered
             self._parse()
 
     def _bulk_arrived(self, n: int) -> None:
@@ -491,8 +491,10 @@ class TcpCarrier(Carrier):
                 connected(TcpWire(loop, sock, address))
 
         def refused() -> None:
+            nonlocal waiting
             if waiting:
-                give_up()
+                waiting = False
+                sock.close()
                 failed(_no_connection(address, code))
 
         if code in (0, errno.EINPROGRESS):
@@ -503,6 +505,9 @@ class TcpCarrier(Carrier):
 
     def chosen(self) -> dict[str, str]:
         return {"transport": "tcp", "system": f"{os.uname().sysname} {os.uname().release}"}
+
+    def close(self) -> None:
+        return
 
 
 def parse_address(address: str, scheme: str = "tcp") -> tuple[int, tuple[str, int]]:

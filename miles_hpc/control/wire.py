@@ -153,5 +153,6 @@ class Carrier(ABC):
     def chosen(self) -> dict[str, str]:
         """What the carrier runs on: library, version, devices."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what all wires share; they were closed before."""

@@ -14,7 +14,7 @@ one of its calls waits, all of its endpoints are served. The wire is the same: e
 | payload | raw buffers behind the header, delivered as one read-only memoryview; its memory lives as long as the view |
 | loss | a dead or closed peer fails every pending call with PeerLost at once; `closed` is set |
 | deadline | every call has one; expiry raises DeadlineExpired naming peer, message and elapsed time |
-| cancellation | a caller that gives up tells the peer; it stops the handlers of `Message.cancellable` types and of streams |
+| cancellation | a caller that gives up tells the peer, which stops handlers of `cancellable` messages and of streams |
 | back-pressure | a peer that doesn't answer takes at most a window of messages and bytes from us; then callers wait |
 | thread | everything runs in the loop or thread that made the endpoint; nothing here blocks an asyncio loop |
 
