@@ -54,15 +54,16 @@ def open_blocking_transport(
     *,
     limits: Limits | None = None,
     version: int = PROTOCOL_VERSION,
-    spin_s: float = 0.0,
+    spin_s: float | None = None,
 ) -> PlainTransport:
     """The transport `kind` for a thread without a loop. Raises UserError for another name or a missing package.
 
-    `spin_s`: how long a wait looks again and again before it sleeps; lower latency, but a busy core.
+    `spin_s`: how long a wait looks again and again before it sleeps; 0 where many processes share few cores.
     """
-    from miles_hpc.control.blocking_face import PlainTransport
+    from miles_hpc.control.blocking_face import SPIN_S, PlainTransport
 
-    return PlainTransport(open_carrier(kind), credentials, limits=limits, version=version, spin_s=spin_s)
+    spin = SPIN_S if spin_s is None else spin_s
+    return PlainTransport(open_carrier(kind), credentials, limits=limits, version=version, spin_s=spin)
 
 
 def local_address(interface: str = "") -> str:

@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
 from miles_hpc.control.frames import (
@@ -51,7 +51,7 @@ class _Large:
 
     __slots__ = ("handed_over", "mac", "n_bytes", "views")
 
-    def __init__(self, mac: BodyMac, views: list[memoryview], n_bytes: int, handed_over: _Done | None) -> None:
+    def __init__(self, mac: BodyMac, views: Sequence[memoryview], n_bytes: int, handed_over: _Done | None) -> None:
         self.mac = mac
         self.views = deque(views)
         self.n_bytes = n_bytes
@@ -111,7 +111,7 @@ class TcpWire(Wire):
         kind: int,
         call_id: int,
         header: bytes,
-        views: list[memoryview],
+        views: Sequence[memoryview],
         n_bytes: int,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:
@@ -141,9 +141,8 @@ class TcpWire(Wire):
             self._ready_until += len(data)
 
     def flush(self) -> None:
-        if self._writing or not self._open:
-            return
-        self._write()
+        if self._queued and not self._writing and self._open:
+            self._write()
 
     def _write(self) -> None:
         """Send as much as the kernel takes and ask to be called again for the rest."""
@@ -151,21 +150,23 @@ class TcpWire(Wire):
         sock = self._sock
         try:
             while pieces or self._backlog:
-                if len(pieces) == 1 and not self._backlog:
+                if len(pieces) == 1 and not self._backlog:  # by far the most frequent case
                     piece = pieces[0]
                     sent = sock.send(piece)
-                    self._account(sent)
+                    self._sent += sent
+                    self._queued -= sent
                     if sent == len(piece):
                         pieces.clear()
-                    else:
-                        pieces[0] = memoryview(piece)[sent:]
+                        break
+                    pieces[0] = memoryview(piece)[sent:]
                     continue
                 ready = sum(map(len, pieces)) if self._backlog else 0
                 while self._backlog and ready < _STEP_BYTES:
                     ready += self._prepare()
                 batch = list(pieces) if len(pieces) <= _MAX_PIECES else [pieces[i] for i in range(_MAX_PIECES)]
                 sent = sock.sendmsg(batch)
-                self._account(sent)
+                self._sent += sent
+                self._queued -= sent
                 while sent:
                     n_first = len(pieces[0])
                     if sent >= n_first:
@@ -219,10 +220,6 @@ class TcpWire(Wire):
         if first.handed_over is not None:
             self._handed_over.append((self._ready_until, first.handed_over))
         return TAG_BYTES
-
-    def _account(self, sent: int) -> None:
-        self._sent += sent
-        self._queued -= sent
 
     def _tell_handed_over(self) -> None:
         while self._handed_over and self._handed_over[0][0] <= self._sent:
@@ -278,7 +275,8 @@ class TcpWire(Wire):
             available = stop - start
             if available < HEAD_BYTES:
                 break
-            kind, n_header, n_payload, call_id = head = read_head(view, start)
+            head = read_head(view, start)
+            kind, n_header, n_payload, call_id = head
             total = HEAD_BYTES + n_header + n_payload + TAG_BYTES
             if total > INLINE_BYTES:
                 if available < HEAD_BYTES + TAG_BYTES:
@@ -287,13 +285,12 @@ class TcpWire(Wire):
                 return
             if available < total:
                 break
-            end = start + total
-            opener.small(view[start:end])
-            cut = start + HEAD_BYTES + n_header
-            header = bytes(view[start + HEAD_BYTES : cut])
-            payload = memoryview(bytes(view[cut : end - TAG_BYTES])) if n_payload else _EMPTY
-            start = end
-            self.on_frame(kind, call_id, header, payload)
+            frame = bytes(view[start : start + total])
+            opener.small(frame)
+            start += total
+            cut = HEAD_BYTES + n_header
+            payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
+            self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
         rest = stop - start
         if rest and start:
             self._in[:rest] = bytes(view[start:stop])
