@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from miles_hpc.control.membership import ServiceAddress, find_controller, wait_for_controller
+from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.core.config import ControlConfig
 from miles_hpc.core.deadline import Deadline
@@ -155,7 +156,7 @@ class Agent:
             self._control.transport, Credentials(self._secret, self._identity.peer(address.term))
         )
         limit = min(self._control.connect_deadline_s, max(0.5, deadline.remaining_s))
-        return await transport.connect(address.address, self._handle, deadline_s=limit)
+        return await connect_any(transport, address.addresses, self._handle, deadline_s=limit, name=address.name)
 
     async def _stay(self, endpoint: Endpoint, term: int) -> str:
         """Heartbeat until the endpoint is lost or a newer term exists; returns why."""

@@ -29,6 +29,7 @@ from checkpoints.publish import publish_bytes
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.control.membership import find_controller
+from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
@@ -39,6 +40,7 @@ from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerI
 
 __all__ = ["Supervisor"]
 
+_CONNECT_S = 5.0
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
@@ -159,7 +161,9 @@ class Supervisor:
                     term=term,
                 )
                 transport = open_transport(self._run.control.transport, Credentials(self._secret, identity))
-                endpoint = await transport.connect(found.address, self._handle, deadline_s=5.0)
+                endpoint = await connect_any(
+                    transport, found.addresses, self._handle, deadline_s=_CONNECT_S, name=found.name
+                )
                 try:
                     while not endpoint.closed.is_set():
                         await endpoint.call(Heartbeat(), deadline_s=self._run.control.lost_after_s)

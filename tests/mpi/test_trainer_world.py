@@ -111,7 +111,7 @@ class Controller:
         self.listener = await TcpTransport(self.credentials("controller")).listen(self._handle, on_connect=self._join)
         publish_service(
             self.paths,
-            ServiceAddress(name="controller", address=self.listener.address, attempt=ATTEMPT, term=self.term),
+            ServiceAddress(name="controller", addresses=(self.listener.address,), attempt=ATTEMPT, term=self.term),
         )
         return self
 
