@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from miles_hpc.control.membership import ServiceAddress, find_controller, wait_for_controller
+from miles_hpc.control.membership import ServiceAddress, find_controller, overtaken, wait_for_controller
 from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.core.config import ControlConfig
@@ -132,6 +132,10 @@ class Agent:
             address = await self._find(term, deadline)
             try:
                 endpoint = await self._connect(address, deadline)
+            except FencedError:
+                if not overtaken(self._paths, self._identity.attempt, address.term):
+                    raise
+                continue  # a newer controller of this attempt answered where the older one had been
             except (PeerLost, AuthenticationError, DeadlineExpired):
                 deadline.check()
                 await asyncio.sleep(0.2)

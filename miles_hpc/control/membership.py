@@ -25,7 +25,7 @@ import msgspec
 
 from checkpoints.publish import publish_bytes
 from miles_hpc.control.multihomed import host_of
-from miles_hpc.control.terms import newest_attempt, newest_term
+from miles_hpc.control.terms import check_attempt, newest_term
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import FencedError
 from miles_hpc.core.paths import RunPaths
@@ -34,6 +34,7 @@ __all__ = [
     "ServiceAddress",
     "find_controller",
     "list_services",
+    "overtaken",
     "publish_service",
     "towards_controller",
     "wait_for_controller",
@@ -80,8 +81,7 @@ def find_controller(paths: RunPaths, attempt: int) -> ServiceAddress | None:
 
     Raises FencedError when a newer attempt has started: this process was left over.
     """
-    if newest_attempt(paths) > attempt:
-        raise FencedError(f"attempt {attempt} is over: attempt {newest_attempt(paths)} has started")
+    check_attempt(paths, attempt)
     term = newest_term(paths, attempt)
     if term == 0:
         return None
@@ -106,6 +106,15 @@ async def wait_for_controller(paths: RunPaths, attempt: int, *, newer_than: int,
             return found
         deadline.check()
         await asyncio.sleep(min(_POLL_S, deadline.remaining_s + 0.001))
+
+
+def overtaken(paths: RunPaths, attempt: int, term: int) -> bool:
+    """Whether this attempt has claimed a newer term: a process that adopts terms isn't fenced by one, it follows.
+
+    Raises FencedError when a newer attempt has started.
+    """
+    check_attempt(paths, attempt)
+    return newest_term(paths, attempt) > term
 
 
 def list_services(paths: RunPaths, term: int, prefix: str) -> list[ServiceAddress]:

@@ -28,7 +28,7 @@ import msgspec
 from checkpoints.publish import publish_bytes
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
-from miles_hpc.control.membership import find_controller
+from miles_hpc.control.membership import find_controller, overtaken
 from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.controller.steps import Step, StepStarter
@@ -172,7 +172,8 @@ class Supervisor:
                 finally:
                     await endpoint.close("supervisor left")
             except FencedError:
-                raise
+                if not overtaken(self._paths, self._attempt, term):
+                    raise
             except DeadlineExpired as error:
                 silent_s = 0.0 if answered is None else time.monotonic() - answered
                 if silent_s > self._run.control.lease_s:  # agents have given up as well: nothing is lost with it

@@ -26,7 +26,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles_hpc.control.addresses import local_addresses
-from miles_hpc.control.membership import ServiceAddress, find_controller, towards_controller, wait_for_controller
+from miles_hpc.control.membership import (
+    ServiceAddress,
+    find_controller,
+    overtaken,
+    towards_controller,
+    wait_for_controller,
+)
 from miles_hpc.control.multihomed import connect_any, join_addresses, listen_on
 from miles_hpc.control.opening import open_transport
 from miles_hpc.core import exits
@@ -176,6 +182,10 @@ class ControllerLink:
                 address = await wait_for_controller(self._paths, self._attempt, newer_than=term - 1, deadline=deadline)
                 try:
                     endpoint = await self._connect(address, deadline)
+                except FencedError:
+                    if not overtaken(self._paths, self._attempt, address.term):
+                        raise
+                    continue
                 except (PeerLost, AuthenticationError, DeadlineExpired):
                     deadline.check()
                     await asyncio.sleep(_RETRY_S)
