@@ -105,6 +105,7 @@ class Agent:
         self._events = EventLog(paths.events, identity.name, attempt=identity.attempt)
         self._shutdown = asyncio.Event()
         self._renewed = time.monotonic()
+        self.served = False  # whether a controller has ever accepted this agent
 
     async def run(self) -> int:
         """Serve until told to shut down (0), until the app fails (its code), or until the lease is over (1)."""
@@ -136,13 +137,15 @@ class Agent:
                 if not overtaken(self._paths, self._identity.attempt, address.term):
                     raise
                 continue  # a newer controller of this attempt answered where the older one had been
-            except (PeerLost, AuthenticationError, DeadlineExpired):
-                deadline.check()
+            except (PeerLost, AuthenticationError, DeadlineExpired) as error:
+                if deadline.expired:
+                    raise DeadlineExpired(f"{deadline.error()}; the last try: {error}") from error
                 await asyncio.sleep(0.2)
                 continue
             term = address.term
             self._events.term = term
             self._renewed = time.monotonic()
+            self.served = True
             reason = await self._stay(endpoint, term)
             await self._app.left()
             if self._shutdown.is_set():

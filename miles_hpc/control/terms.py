@@ -1,6 +1,7 @@
 """Terms: who may publish. Each start of a controller claims the next term; a newer claim fences older ones.
 
     attempts/0001/               numbered by the supervisor of each Slurm start, by mkdir
+    attempts/0001/joined/        incarnations of processes from outside that start's job, by mkdir
     terms/000001/ claim.json     attempt, host, pid, time
     terms/000002/ ...            exists  =>  whatever runs under term 1 stops at its next check
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_attempt",
     "check_newest",
     "claim_attempt",
+    "claim_incarnation",
     "claim_term",
     "newest_attempt",
     "newest_term",
@@ -127,6 +129,19 @@ def claim_attempt(paths: RunPaths) -> int:
             continue
         paths.logs(attempt).mkdir()
         return attempt
+
+
+def claim_incarnation(paths: RunPaths, attempt: int, name: str) -> int:
+    """Number this start of a process `name` that no supervisor counts: attempts/0001/joined/<name>/0001, 0002, ..."""
+    folder = paths.joined(attempt) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        incarnation = _newest_number(folder) + 1
+        try:
+            (folder / f"{incarnation:04d}").mkdir()
+        except FileExistsError:
+            continue
+        return incarnation
 
 
 def newest_attempt(paths: RunPaths) -> int:

@@ -119,7 +119,7 @@ class TermLoop:
         self._step = plan.step
         self._last_step = run.sft.steps + run.rollout.n_steps
         self._evaluations = plan.evaluations
-        self._journal = DurableJournal(journal)
+        self._journal = DurableJournal(journal, fence=lambda: check_newest(paths, self._term, self._attempt))
         self._members = Members(
             run,
             site,

@@ -101,7 +101,7 @@ class Supervisor:
             await self._end_all()
             self._events.note("allocation_end", outcome=outcome, reason=reason)
             record = {"attempt": self._attempt, "outcome": outcome, "reason": reason, "time": time.time()}
-            publish_bytes(self._paths.attempt(self._attempt) / "outcome.json", msgspec.json.encode(record))
+            publish_bytes(self._paths.outcome(self._attempt), msgspec.json.encode(record))
             self._events.close()
 
     # ------------------------------------------------------------------------------------------ controller
@@ -190,6 +190,9 @@ class Supervisor:
         if self._ending:
             return Ack()
         if isinstance(message, RestartHost):
+            if message.host not in self._starter.hosts(message.role):
+                self._events.note("left", peer=message.host, role=message.role, evidence=message.reason)
+                return Ack()  # it joined from outside: whoever started it there may start it again
             covering = [s for s in self._steps if message.host in s.hosts and s.role == message.role]
             if max((s.incarnation for s in covering), default=0) <= message.incarnation:
                 self._restart(message.role, (message.host,), message.reason)
