@@ -17,12 +17,12 @@ Only the controller writes the journal and publishes manifests; both ask the fen
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
@@ -124,7 +124,7 @@ class TermLoop:
             run,
             site,
             paths,
-            dataclasses.replace(credentials, on_newer=self._on_newer),
+            msgspec.structs.replace(credentials, on_newer=self._on_newer),
             events,
             oldest_incarnation=oldest_incarnation,
             on_message=self._on_message,

@@ -14,7 +14,7 @@ one of its calls waits, all of its endpoints are served. The wire is the same: e
 | payload | raw buffers behind the header, delivered as one read-only memoryview; its memory lives as long as the view |
 | loss | a dead or closed peer fails every pending call with PeerLost at once; `closed` is set |
 | deadline | every call has one; expiry raises DeadlineExpired naming peer, message and elapsed time |
-| cancellation | a caller that gives up tells the peer; it stops the handlers of `Message.cancellable` types and of streams |
+| cancellation | a caller that gives up tells the peer, which stops handlers of `cancellable` messages and of streams |
 | back-pressure | a peer that doesn't answer takes at most a window of messages and bytes from us; then callers wait |
 | thread | everything runs in the loop or thread that made the endpoint; nothing here blocks an asyncio loop |
 
@@ -28,7 +28,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
@@ -71,8 +70,7 @@ class PeerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(msgspec.Struct, frozen=True, eq=False):
     """What a process needs to join: the run's secret and who it says it is.
 
     Attempt and term are part of the handshake's transcript. A listener refuses peers of another attempt always,
@@ -80,13 +78,15 @@ class Credentials:
     fenced: `on_newer` is called with its identity then, in the listener's loop or thread, and must not wait.
     """
 
-    secret: bytes = field(repr=False)
+    secret: bytes
     identity: PeerIdentity
-    on_newer: Callable[[PeerIdentity], None] | None = field(default=None, compare=False, repr=False)
+    on_newer: Callable[[PeerIdentity], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Credentials(identity={self.identity!r})"  # never the secret
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """What a call returns, and what a stream yields. `payload` is empty when the peer sent none."""
 
     message: Message
@@ -95,9 +95,9 @@ class Reply:
 
 HandlerResult: TypeAlias = Message | tuple[Message, Sequence[Buffer]] | None
 Answer: TypeAlias = Union[HandlerResult, AsyncIterator[HandlerResult], Iterator[HandlerResult]]  # noqa: UP007
-Handler: TypeAlias = Callable[["Endpoint", Message, memoryview], Union[Answer, Awaitable[Answer]]]
+Handler: TypeAlias = Callable[["Endpoint", Message, memoryview], Answer | Awaitable[Answer]]
 BlockingHandler: TypeAlias = Callable[
-    ["BlockingEndpoint", Message, memoryview], Union[HandlerResult, Iterator[HandlerResult]]
+    ["BlockingEndpoint", Message, memoryview], HandlerResult | Iterator[HandlerResult]
 ]
 
 # ------------------------------------------------------------------------------------------------ asyncio

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from miles_hpc.control.auth import new_secret
-from miles_hpc.control.loopback import LoopbackTransport
+from miles_hpc.control.frames import Limits
 from miles_hpc.control.opening import open_transport
-from miles_hpc.control.tcp import TcpTransport
 from miles_hpc.core.errors import (
     AuthenticationError,
     DeadlineExpired,
@@ -39,6 +38,7 @@ from miles_hpc.core.messages import (
 )
 from miles_hpc.core.transport import Buffer, Credentials, Endpoint, Listener, PeerIdentity, Transport
 from miles_hpc.core.types import WeightVersion
+from miles_hpc.core.version import PROTOCOL_VERSION
 
 SECRET = new_secret()
 WAIT_S = 60.0  # a bound against hanging, not an expectation
@@ -60,16 +60,10 @@ def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: in
     return Credentials(secret, identity)
 
 
-def make(kind: str, name: str, *, version: int | None = None, **who: Any) -> Transport:
-    if version is None:
-        return open_transport(kind, credentials(name, **who))
-    if kind == "loopback":
-        return LoopbackTransport(credentials(name, **who), version=version)
-    if kind == "tcp":
-        return TcpTransport(credentials(name, **who), version=version)
-    from miles_hpc.control.ucx import UcxTransport
-
-    return UcxTransport(credentials(name, **who), version=version)
+def make(
+    kind: str, name: str, *, version: int = PROTOCOL_VERSION, limits: Limits | None = None, **who: Any
+) -> Transport:
+    return open_transport(kind, credentials(name, **who), version=version, limits=limits)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -487,7 +481,7 @@ def test_strangers_are_refused(kind: str) -> None:
             await make(kind, "newer", attempt=3, term=8).connect(listener.address, deadline_s=WAIT_S)
         with pytest.raises(PeerLost, match=r"term 8.*term 7"):
             await make(kind, "newer", attempt=2, term=8).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(AuthenticationError, match="version 1 at the peer, 9 here"):
+        with pytest.raises(AuthenticationError, match=f"version {PROTOCOL_VERSION} at the peer, 9 here"):
             await make(kind, "new", version=9).connect(listener.address, deadline_s=WAIT_S)
         friend = await make(kind, "friend", attempt=2, term=7).connect(listener.address, deadline_s=WAIT_S)
         assert (await friend.call(Heartbeat(), deadline_s=WAIT_S)).message == Heartbeat()
