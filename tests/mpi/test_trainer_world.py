@@ -113,7 +113,7 @@ class Controller:
         )
         publish_service(
             self.paths,
-            ServiceAddress(name="controller", address=self.listener.address, attempt=ATTEMPT, term=self.term),
+            ServiceAddress(name="controller", addresses=(self.listener.address,), attempt=ATTEMPT, term=self.term),
         )
         return self
 

@@ -81,7 +81,7 @@ async def controller(paths):
 
     transport = open_transport("tcp", Credentials(load_secret(paths.secret), who))
     listener = await transport.listen(handle, on_connect=join)
-    publish_service(paths, ServiceAddress(name="controller", address=listener.address, attempt=1, term=term))
+    publish_service(paths, ServiceAddress(name="controller", addresses=(listener.address,), attempt=1, term=term))
     try:
         yield term, joined, sent
     finally:
