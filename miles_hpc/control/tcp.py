@@ -517,7 +517,10 @@ def parse_address(address: str, scheme: str = "tcp") -> tuple[int, tuple[str, in
     wrong = UserError(f"address {address!r}: expected {scheme}://address:port with a numeric IPv4 or [IPv6] address")
     if not address.startswith(f"{scheme}://") or not colon or not port.isdecimal() or int(port) > 65535 or not host:
         raise wrong
-    host = host.removeprefix("[").removesuffix("]")
+    if ":" in host:  # only in brackets is it clear where the address ends
+        if not (host.startswith("[") and host.endswith("]")):
+            raise wrong
+        host = host[1:-1]
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError as error:
