@@ -287,7 +287,8 @@ def test_whoever_was_replaced_while_cut_off_is_refused_and_ends(kind: str) -> No
         assert "incarnation 0 of term 1 is older than incarnation 1" in old.wait_for("fenced", WAIT_S)["text"]
         assert new.process.poll() is None
         time.sleep(2 * stage.control.lost_after_s)
-        assert not [line for line in controller.told[n_told:] if line.get("incarnation") == 0 or line["event"] == "lost"]
+        late = controller.told[n_told:]
+        assert not [line for line in late if line.get("incarnation") == 0 or line["event"] == "lost"]
         (evidence,) = verdicts(stage, "refused", old.name)
         assert "is older than incarnation 1" in evidence
 
@@ -348,7 +349,7 @@ def test_a_job_that_was_started_elsewhere_fences_the_one_that_was_cut_off(kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_leftover_whose_file_system_shows_it_an_old_world_is_fenced_by_the_handshake(kind: str) -> None:
-    """Its view of the run directory is a copy from before the restart, but the address leads to the newer controller."""
+    """Its run directory is a copy from before the restart, but the address in it leads to the newer controller."""
     with Stage(kind, 1, PATIENT, spare_hosts=1) as stage:
         first = stage.new_attempt()
         controller = stage.start_controller(first)

@@ -67,9 +67,9 @@ def _tell_answer(order: dict[str, Any], began: float, error: Exception | None, r
 def _tcp_sockets() -> int:
     """Connected sockets of this process, whatever library made them."""
     inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+            inodes.add(str(fd.readlink()))
         except FileNotFoundError:
             pass  # the listing's own
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]

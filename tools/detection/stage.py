@@ -56,7 +56,10 @@ class Program:
     def wait_for(
         self, event: str, deadline_s: float, *, after: int = 0, where: Callable[[dict[str, Any]], bool] | None = None
     ) -> dict[str, Any]:
-        """The first told line of this kind from index `after` on. Raises DeadlineExpired with what was told."""
+        """The first told line of this kind from index `after` on.
+
+        Raises MilesError with what it told instead when that doesn't come in time, or when the program has ended.
+        """
         deadline = Deadline(deadline_s, f"{self.name} telling {event!r}")
         with self._changed:
             while True:
@@ -64,7 +67,8 @@ class Program:
                     if line["event"] == event and (where is None or where(line)):
                         return line
                 if deadline.expired or not self._reader.is_alive():
-                    raise MilesError(f"{deadline.error()}; exit code {self.process.poll()}; it told {self.told[-20:]}; log: {self.log_tail()}")
+                    told = f"exit code {self.process.poll()}; it told {self.told[-20:]}; log: {self.log_tail()}"
+                    raise MilesError(f"{deadline.error()}; {told}")
                 self._changed.wait(min(0.5, deadline.remaining_s))
 
     def end(self) -> None:
