@@ -22,7 +22,8 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from miles_hpc.control.membership import ServiceAddress, find_controller, wait_for_controller
+from miles_hpc.control.membership import ServiceAddress, find_controller, overtaken, wait_for_controller
+from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.core.config import ControlConfig
 from miles_hpc.core.deadline import Deadline
@@ -104,7 +105,12 @@ class Agent:
         self._events = EventLog(paths.events, identity.name, attempt=identity.attempt)
         self._shutdown = asyncio.Event()
         self._renewed = time.monotonic()
-        self._adopted = asyncio.Event()
+        self._accepted = asyncio.Event()
+
+    @property
+    def served(self) -> bool:
+        """Whether a controller has ever accepted this agent."""
+        return self._accepted.is_set()
 
     async def run(self) -> int:
         """Serve until told to shut down (0), or until the app fails (its code).
@@ -140,7 +146,7 @@ class Agent:
 
     async def _watch_lease(self) -> int:
         """Raises DeadlineExpired when the lease is over, whatever `_serve` waits for at that moment."""
-        await self._adopted.wait()
+        await self._accepted.wait()
         lease_s = self._control.lease_s
         while (silent_s := time.monotonic() - self._renewed) < lease_s:
             await asyncio.sleep(lease_s - silent_s)
@@ -153,14 +159,19 @@ class Agent:
             address = await self._find(term, deadline)
             try:
                 endpoint = await self._connect(address, deadline)
-            except (PeerLost, AuthenticationError, DeadlineExpired):
-                deadline.check()
+            except FencedError:
+                if not overtaken(self._paths, self._identity.attempt, address.term):
+                    raise
+                continue  # a newer controller of this attempt answered where the older one had been
+            except (PeerLost, AuthenticationError, DeadlineExpired) as error:
+                if deadline.expired:
+                    raise DeadlineExpired(f"{deadline.error()}; the last try: {error}") from error
                 await asyncio.sleep(0.2)
                 continue
             term = address.term
             self._events.term = term
             self._renewed = time.monotonic()
-            self._adopted.set()
+            self._accepted.set()
             reason = await self._stay(endpoint, term)
             await self._app.left()
             if self._shutdown.is_set():
@@ -178,7 +189,7 @@ class Agent:
             self._control.transport, Credentials(self._secret, self._identity.peer(address.term))
         )
         limit = min(self._control.connect_deadline_s, max(0.5, deadline.remaining_s))
-        return await transport.connect(address.address, self._handle, deadline_s=limit)
+        return await connect_any(transport, address.addresses, self._handle, deadline_s=limit, name=address.name)
 
     async def _stay(self, endpoint: Endpoint, term: int) -> str:
         """Heartbeat until the endpoint is lost or a newer term exists; returns why."""

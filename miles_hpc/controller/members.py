@@ -13,8 +13,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from miles_hpc.control.addresses import local_addresses
 from miles_hpc.control.membership import ServiceAddress, publish_service
-from miles_hpc.control.opening import local_address, open_transport
+from miles_hpc.control.multihomed import Listening, listen_on
+from miles_hpc.control.opening import open_transport
 from miles_hpc.control.roster import Roster, Verdict
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
@@ -22,7 +24,7 @@ from miles_hpc.core.errors import FencedError, PeerLost
 from miles_hpc.core.messages import Ack, Heartbeat, Message, Shutdown
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, Listener, PeerIdentity
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
 
 __all__ = ["TRAINER_RANK0", "Members"]
 
@@ -61,7 +63,7 @@ class Members:
         self._on_lost = on_lost
         self._roster = Roster(lost_after_s=run.control.lost_after_s)
         self._endpoints: dict[str, Endpoint] = {}
-        self._listener: Listener | None = None
+        self._listening: Listening | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._hanging_up: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -70,12 +72,12 @@ class Members:
     async def open(self) -> None:
         """Bind, publish the address, start to watch heartbeats."""
         transport = open_transport(self._run.control.transport, self._credentials)
-        bind = local_address(self._run.control.interface or self._site.interface)
-        self._listener = await transport.listen(self._handle, bind=bind, on_connect=self._admit, on_close=self._closed)
+        bind = local_addresses(self._run.control.interface or self._site.interface)
+        self._listening = await listen_on(transport, self._handle, bind, on_connect=self._admit, on_close=self._closed)
         me = self._credentials.identity
         publish_service(
             self._paths,
-            ServiceAddress(name="controller", address=self._listener.address, attempt=me.attempt, term=me.term),
+            ServiceAddress(name=me.name, addresses=self._listening.addresses, attempt=me.attempt, term=me.term),
         )
         self._watcher = asyncio.create_task(self._watch())
 
@@ -87,8 +89,8 @@ class Members:
         if shut_down:
             calls = [e.call(Shutdown(reason=reason), deadline_s=5.0) for e in self._endpoints.values()]
             await asyncio.gather(*calls, return_exceptions=True)
-        if self._listener is not None:
-            await self._listener.close()
+        if self._listening is not None:
+            await self._listening.close()
         await asyncio.gather(*self._hanging_up, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------ questions

@@ -42,7 +42,7 @@ class Controller:
         me = PeerIdentity(role="controller", name="controller", host="c", pid=1, attempt=1, term=self.term)
         transport = open_transport("tcp", Credentials(load_secret(self._paths.secret), me))
         self.listener = await transport.listen(self._handle, on_connect=self._admit)
-        address = ServiceAddress(name="controller", address=self.listener.address, attempt=1, term=self.term)
+        address = ServiceAddress(name="controller", addresses=(self.listener.address,), attempt=1, term=self.term)
         publish_service(self._paths, address)
 
     async def _admit(self, endpoint):

@@ -84,7 +84,7 @@ async def connect(paths: RunPaths, name: str, incarnation: int = 0, role: str = 
     )
     found = find_controller(paths, 1)
     assert found is not None
-    return await open_transport("tcp", Credentials(SECRET, identity)).connect(found.address, deadline_s=WAIT_S)
+    return await open_transport("tcp", Credentials(SECRET, identity)).connect(found.addresses[0], deadline_s=WAIT_S)
 
 
 @contextlib.asynccontextmanager
