@@ -1,0 +1,234 @@
+"""The receiving end of a fan-out: run a command once, pass it on at the same time, answer for the whole branch.
+
+    Relay ─┬─▶ Spread to the branch's targets ─────────────────────────────┬─▶ RelayDone
+           └─▶ CommandMemory ─┬─ unknown id ─▶ the process's own handler ──┤
+                              ├─ under way ──▶ wait for that run ──────────┤
+                              └─ done ───────▶ the kept answer ────────────┘
+
+Any other message goes to the process's own handler untouched.
+
+| waits | for | bounded by |
+|---|---|---|
+| Relay's handler | its own handler's answer, the branch's outcomes | the deadline in Relay |
+| drain | commands under way here | its deadline |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, TypeAlias, Union
+
+import msgspec
+
+from miles_hpc.control.links import Links
+from miles_hpc.control.spread import MAX_TEXT_CHARS, Spread, total_bytes
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import MilesError, ProtocolError
+from miles_hpc.core.messages import Ack, Message, Relay, RelayDone, RelayOutcome, RelayProbe, decode, encode
+from miles_hpc.core.transport import Answer, Buffer, Endpoint, Handler
+
+__all__ = ["CommandMemory", "Execution", "RelayHandler"]
+
+logger = logging.getLogger(__name__)
+
+Answered: TypeAlias = tuple[bytes, Sequence[Buffer]]  # encoded reply, payload
+
+
+class Execution:
+    """The one run of a command in this process, and its answer for as long as that is kept."""
+
+    def __init__(self, work: Coroutine[Any, Any, Answered], *, what: str, cancellable: bool) -> None:
+        self.answer_bytes = 0  # what keeping the answer takes
+        self._answer: Answered | None = None
+        self._failure = ("CancelledError", f"{what} was stopped: nobody waited for it any more")
+        self._what = what
+        self._cancellable = cancellable
+        self._waiters = 0
+        self._task = asyncio.get_running_loop().create_task(self._run(work))
+
+    @property
+    def idle(self) -> bool:
+        """Ended, and nobody is about to read the answer."""
+        return self._task.done() and not self._waiters
+
+    def forget_answer(self) -> None:
+        """Keep only that it ran."""
+        if self._answer is not None:
+            self._answer = None
+            self._failure = ("ProtocolError", f"{self._what} ran here already, and its answer isn't kept any more")
+        self.answer_bytes = 0
+
+    async def outcome(self, name: str, via: str, deadline: Deadline) -> tuple[RelayOutcome, Sequence[Buffer]]:
+        """Wait for the answer; what went wrong is an outcome as well.
+
+        When the last one who waits gives up, a cancellable command is stopped.
+        """
+        self._waiters += 1
+        try:
+            await asyncio.wait({self._task}, timeout=deadline.remaining_s)
+        finally:
+            self._waiters -= 1
+            if not self._waiters and self._cancellable and not self._task.done():
+                self._task.cancel()
+        if self._answer is not None:
+            message, payload = self._answer
+            return RelayOutcome(name, via, deadline.elapsed_s, message, total_bytes(payload)), payload
+        error, (kind, text) = "RemoteError", self._failure
+        if not self._task.done():
+            error, kind, text = "DeadlineExpired", "", f"{name}: {deadline.error()}"
+        text = text[:MAX_TEXT_CHARS]
+        return RelayOutcome(name, via, deadline.elapsed_s, error=error, kind=kind, text=text), ()
+
+    async def _run(self, work: Coroutine[Any, Any, Answered]) -> None:
+        try:
+            message, payload = await work
+            self._answer = (message, [_frozen(buffer) for buffer in payload])
+            self.answer_bytes = total_bytes((message, *payload))
+        except Exception as error:
+            self._failure = (type(error).__name__, str(error))
+
+
+class CommandMemory:
+    """Which commands ran here, so that one that comes twice runs once. Bounded in ids and in bytes of answers.
+
+    Numbers of one root rise, so it is enough to remember how far its forgotten ones go: an unknown number up to there
+    is refused, since it may have run.
+    """
+
+    def __init__(self, *, ids: int = 1024, roots: int = 1024, answer_bytes: int = 16 << 20) -> None:
+        self._max_ids = ids
+        self._max_roots = roots
+        self._max_answer_bytes = answer_bytes
+        self._executions: dict[tuple[str, int], Execution] = {}  # oldest first
+        self._floors: dict[str, int] = {}  # root -> largest forgotten number; raised longest ago first
+
+    def __len__(self) -> int:
+        return len(self._executions)
+
+    def find(self, root: str, number: int) -> Execution | None:
+        """The run of this id, or None when it may start. Raises ProtocolError for one that may be forgotten."""
+        found = self._executions.get((root, number))
+        if found is None and number <= self._floors.get(root, 0):
+            raise ProtocolError(f"command {number} of {root} is too old to know whether it ran here")
+        return found
+
+    def add(self, root: str, number: int, execution: Execution) -> None:
+        """Remember a run. Oldest first, answers and then ids that are too many are forgotten; not those in use."""
+        idle = [(key, known) for key, known in self._executions.items() if known.idle]
+        self._executions[root, number] = execution
+        surplus = sum(known.answer_bytes for _, known in idle) - self._max_answer_bytes
+        for _, known in idle:
+            if surplus <= 0:
+                break
+            surplus -= known.answer_bytes
+            known.forget_answer()
+        for key, _ in idle[: max(0, len(self._executions) - self._max_ids)]:
+            del self._executions[key]
+            self._raise_floor(*key)
+
+    def _raise_floor(self, root: str, number: int) -> None:
+        self._floors[root] = max(number, self._floors.pop(root, 0))
+        if len(self._floors) > self._max_roots:
+            del self._floors[next(iter(self._floors))]
+
+
+class RelayHandler:
+    """Wraps a process's handler (`Handler` of the contract); give it to `listen` and `connect` in its place.
+
+    The inner handler sees a relayed command as if its asker had called it, over the asker's endpoint: who gave the
+    command isn't `endpoint.peer`. It may answer anything but a stream. An answer is copied unless its buffers are
+    bytes or read-only, since it is kept for a while.
+    """
+
+    def __init__(self, inner: Handler, links: Links, *, name: str, memory: CommandMemory | None = None) -> None:
+        """`name` is this process's own; `links` connects to the branch, with this process's credentials."""
+        self._inner = inner
+        self._links = links
+        self._name = name
+        self._memory = CommandMemory() if memory is None else memory
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __call__(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Union[Answer, Awaitable[Answer]]:  # noqa: UP007
+        if isinstance(message, Relay):
+            return self._relay(endpoint, message, payload)
+        if isinstance(message, RelayProbe):
+            return None
+        return self._inner(endpoint, message, payload)
+
+    async def drain(self, *, deadline_s: float) -> bool:
+        """Wait until every command here was passed on and answered; False when the time is over before."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _relay(self, endpoint: Endpoint, relay: Relay, payload: memoryview) -> tuple[RelayDone, Sequence[Buffer]]:
+        try:
+            message = decode(relay.message)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"Relay with a command that can't be decoded: {error}") from None
+        if isinstance(message, Relay):
+            raise ProtocolError("Relay with a Relay inside")
+        deadline = Deadline(relay.deadline_s, type(message).__name__)
+        execution = self._memory.find(relay.root, relay.number)
+        spread = Spread(self._links, relay, [payload] if payload else [], deadline, me=self._name)
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            spread.start(relay.targets)  # its tasks come before the one of our own handler
+            if execution is None:
+                execution = self._execute(endpoint, relay, message, payload)
+            own, own_payload = await execution.outcome(self._name, endpoint.peer.name, deadline)
+            await spread.finish()
+        finally:
+            await spread.stop()
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+        found = [spread.found[target.name] for target in relay.targets]
+        outcomes = (own, *(outcome for outcome, _ in found))
+        return RelayDone(outcomes=outcomes, took_s=deadline.elapsed_s), [*own_payload, *(part for _, part in found)]
+
+    def _execute(self, endpoint: Endpoint, relay: Relay, message: Message, payload: memoryview) -> Execution:
+        execution = Execution(
+            self._run(endpoint, message, payload),
+            what=f"{type(message).__name__} (command {relay.number} of {relay.root})",
+            cancellable=message.cancellable,
+        )
+        self._memory.add(relay.root, relay.number, execution)
+        return execution
+
+    async def _run(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Answered:
+        try:
+            answer = self._inner(endpoint, message, payload)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if answer is None:
+                return encode(Ack()), ()
+            if isinstance(answer, Message):
+                return encode(answer), ()
+            if isinstance(answer, tuple):
+                return encode(answer[0]), answer[1]
+            raise ProtocolError(f"{type(message).__name__}: a streamed answer can't be relayed")
+        except Exception as error:
+            level = logging.DEBUG if isinstance(error, MilesError) else logging.ERROR
+            logger.log(
+                level,
+                "handler of %s, relayed by %s, failed",
+                type(message).__name__,
+                endpoint.peer.name,
+                exc_info=error,
+            )
+            raise
+
+
+def _frozen(buffer: Buffer) -> Buffer:
+    """The same bytes in a buffer that its owner can't change any more."""
+    return buffer if isinstance(buffer, memoryview) and buffer.readonly else bytes(buffer)
