@@ -7,6 +7,9 @@
 
 Any other message goes to the process's own handler untouched.
 
+An asker that is lost takes nothing with it: what it asked for goes on, since another one will ask again, and find what
+has been done by then. An asker that gives up (its call was cancelled) stops its part, and the last one stops all.
+
 | waits | for | bounded by |
 |---|---|---|
 | Relay's handler | its own handler's answer, the branch's outcomes | the deadline in Relay |
@@ -35,6 +38,7 @@ __all__ = ["CommandMemory", "Execution", "RelayHandler"]
 logger = logging.getLogger(__name__)
 
 Answered: TypeAlias = tuple[bytes, Sequence[Buffer]]  # encoded reply, payload
+Done: TypeAlias = tuple[RelayDone, Sequence[Buffer]]
 
 
 class Execution:
@@ -149,9 +153,9 @@ class RelayHandler:
         self._links = links
         self._name = name
         self._memory = CommandMemory() if memory is None else memory
-        self._under_way = 0
+        # What is under way for each id: one piece of work per asker, and whether its asker is still there.
+        self._works: dict[tuple[str, int], dict[asyncio.Task[Done], bool]] = {}
         self._idle = asyncio.Event()
-        self._idle.set()
 
     def __call__(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Union[Answer, Awaitable[Answer]]:  # noqa: UP007
         if isinstance(message, Relay):
@@ -164,12 +168,46 @@ class RelayHandler:
         """Wait until every command here was passed on and answered; False when the time is over before."""
         try:
             async with asyncio.timeout(deadline_s):
-                await self._idle.wait()
+                while self._works:
+                    self._idle.clear()
+                    await self._idle.wait()
         except TimeoutError:
             return False
+        await asyncio.sleep(0)  # the handlers' answers leave when their tasks go on
         return True
 
-    async def _relay(self, endpoint: Endpoint, relay: Relay, payload: memoryview) -> tuple[RelayDone, Sequence[Buffer]]:
+    async def _relay(self, endpoint: Endpoint, relay: Relay, payload: memoryview) -> Done:
+        """Answer one asker. Its end isn't the end of the command: whoever stands in for it asks again."""
+        key = (relay.root, relay.number)
+        work = asyncio.get_running_loop().create_task(self._work(endpoint, relay, payload))
+        others = self._works.setdefault(key, {})
+        others[work] = True
+        work.add_done_callback(lambda _: self._ended(key, work))
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError:
+            if endpoint.closed.is_set():
+                others[work] = False  # nobody's work, until its deadline or until the last asker gives up
+            else:
+                work.cancel()
+                if not any(asked for other, asked in others.items() if other is not work):
+                    for other in others:
+                        other.cancel()
+            raise
+        return work.result()
+
+    def _ended(self, key: tuple[str, int], work: asyncio.Task[Done]) -> None:
+        works = self._works[key]
+        del works[work]
+        if not works:
+            del self._works[key]
+        if not self._works:
+            self._idle.set()
+        if not work.cancelled():
+            work.exception()  # an asker that was lost doesn't look
+
+    async def _work(self, endpoint: Endpoint, relay: Relay, payload: memoryview) -> Done:
+        """Run the command and pass it on; the outcomes of both."""
         try:
             message = decode(relay.message)
         except msgspec.MsgspecError as error:
@@ -179,8 +217,6 @@ class RelayHandler:
         deadline = Deadline(relay.deadline_s, type(message).__name__)
         execution = self._memory.find(relay.root, relay.number)
         spread = Spread(self._links, relay, [payload] if payload else [], deadline, me=self._name)
-        self._under_way += 1
-        self._idle.clear()
         try:
             spread.start(relay.targets)  # its tasks come before the one of our own handler
             if execution is None:
@@ -189,9 +225,6 @@ class RelayHandler:
             await spread.finish()
         finally:
             await spread.stop()
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
         found = [spread.found[target.name] for target in relay.targets]
         outcomes = (own, *(outcome for outcome, _ in found))
         return RelayDone(outcomes=outcomes, took_s=deadline.elapsed_s), [*own_payload, *(part for _, part in found)]

@@ -99,7 +99,7 @@ class Spread:
             pass
         await self.stop()
         for name in self._targets.keys() - self.found.keys():
-            self._failed(name, DeadlineExpired(f"{name}: {self._deadline.error()}"))
+            self._expired(name)
 
     async def stop(self) -> None:
         """Give up what is under way; who was asked is told. Idempotent."""
@@ -133,6 +133,8 @@ class Spread:
         watch = self._start(self._watch(asked)) if asked.rest else None
         try:
             await self._call(asked)
+        except DeadlineExpired:
+            self._expired(asked.head.name)
         except MilesError as error:
             self._failed(asked.head.name, error)
         finally:
@@ -220,6 +222,9 @@ class Spread:
             self._know(msgspec.structs.replace(outcome, latency_s=began + outcome.latency_s), payload)
         if head.name not in self.found:
             raise ProtocolError(f"{head.name}: RelayDone without an outcome of its own")
+
+    def _expired(self, name: str) -> None:
+        self._failed(name, DeadlineExpired(f"{name}: {self._deadline.error()}"))
 
     def _failed(self, name: str, error: MilesError) -> None:
         kind = error.kind if isinstance(error, RemoteError) else ""
