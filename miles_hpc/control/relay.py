@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, Union
 
 import msgspec
@@ -44,8 +44,12 @@ Done: TypeAlias = tuple[RelayDone, Sequence[Buffer]]
 class Execution:
     """The one run of a command in this process, and its answer for as long as that is kept."""
 
-    def __init__(self, work: Coroutine[Any, Any, Answered], *, what: str, cancellable: bool) -> None:
-        self.answer_bytes = 0  # what keeping the answer takes
+    def __init__(
+        self, work: Coroutine[Any, Any, Answered], *, what: str, cancellable: bool, kept: Callable[[int], None]
+    ) -> None:
+        """`kept` is told how many bytes are kept more."""
+        self._kept = kept
+        self._answer_bytes = 0
         self._answer: Answered | None = None
         self._failure = ("CancelledError", f"{what} was stopped: nobody waited for it any more")
         self._what = what
@@ -63,7 +67,8 @@ class Execution:
         if self._answer is not None:
             self._answer = None
             self._failure = ("ProtocolError", f"{self._what} ran here already, and its answer isn't kept any more")
-        self.answer_bytes = 0
+        self._kept(-self._answer_bytes)
+        self._answer_bytes = 0
 
     async def outcome(self, name: str, via: str, deadline: Deadline) -> tuple[RelayOutcome, Sequence[Buffer]]:
         """Wait for the answer; what went wrong is an outcome as well.
@@ -90,7 +95,8 @@ class Execution:
         try:
             message, payload = await work
             self._answer = (message, [_frozen(buffer) for buffer in payload])
-            self.answer_bytes = total_bytes((message, *payload))
+            self._answer_bytes = total_bytes((message, *payload))
+            self._kept(self._answer_bytes)
         except Exception as error:
             self._failure = (type(error).__name__, str(error))
 
@@ -108,6 +114,7 @@ class CommandMemory:
         self._max_answer_bytes = answer_bytes
         self._executions: dict[tuple[str, int], Execution] = {}  # oldest first
         self._floors: dict[str, int] = {}  # root -> largest forgotten number; raised longest ago first
+        self.kept_bytes = 0  # of answers
 
     def __len__(self) -> int:
         return len(self._executions)
@@ -119,19 +126,30 @@ class CommandMemory:
             raise ProtocolError(f"command {number} of {root} is too old to know whether it ran here")
         return found
 
-    def add(self, root: str, number: int, execution: Execution) -> None:
-        """Remember a run. Oldest first, answers and then ids that are too many are forgotten; not those in use."""
-        idle = [(key, known) for key, known in self._executions.items() if known.idle]
+    def start(
+        self, root: str, number: int, work: Coroutine[Any, Any, Answered], *, what: str, cancellable: bool
+    ) -> Execution:
+        """Run an unknown id. What is too much is forgotten, the oldest first, but for what is in use."""
+        if len(self._executions) >= self._max_ids or self.kept_bytes > self._max_answer_bytes:
+            self._forget()
+        execution = Execution(work, what=what, cancellable=cancellable, kept=self._count)
         self._executions[root, number] = execution
-        surplus = sum(known.answer_bytes for _, known in idle) - self._max_answer_bytes
-        for _, known in idle:
-            if surplus <= 0:
-                break
-            surplus -= known.answer_bytes
-            known.forget_answer()
-        for key, _ in idle[: max(0, len(self._executions) - self._max_ids)]:
-            del self._executions[key]
-            self._raise_floor(*key)
+        return execution
+
+    def _count(self, n_bytes: int) -> None:
+        self.kept_bytes += n_bytes
+
+    def _forget(self) -> None:
+        for key, execution in list(self._executions.items()):
+            too_many = len(self._executions) >= self._max_ids
+            if not too_many and self.kept_bytes <= self._max_answer_bytes:
+                return
+            if not execution.idle:
+                continue
+            execution.forget_answer()
+            if too_many:
+                del self._executions[key]
+                self._raise_floor(*key)
 
     def _raise_floor(self, root: str, number: int) -> None:
         self._floors[root] = max(number, self._floors.pop(root, 0))
@@ -216,27 +234,31 @@ class RelayHandler:
             raise ProtocolError("Relay with a Relay inside")
         deadline = Deadline(relay.deadline_s, type(message).__name__)
         execution = self._memory.find(relay.root, relay.number)
-        spread = Spread(self._links, relay, [payload] if payload else [], deadline, me=self._name)
-        try:
+        spread = None
+        if relay.targets:
+            spread = Spread(self._links, relay, [payload] if payload else [], deadline, me=self._name)
             spread.start(relay.targets)  # its tasks come before the one of our own handler
+        try:
             if execution is None:
                 execution = self._execute(endpoint, relay, message, payload)
             own, own_payload = await execution.outcome(self._name, endpoint.peer.name, deadline)
-            await spread.finish()
+            if spread is not None:
+                await spread.finish()
         finally:
-            await spread.stop()
-        found = [spread.found[target.name] for target in relay.targets]
+            if spread is not None:
+                await spread.stop()
+        found = [] if spread is None else [spread.found[target.name] for target in relay.targets]
         outcomes = (own, *(outcome for outcome, _ in found))
         return RelayDone(outcomes=outcomes, took_s=deadline.elapsed_s), [*own_payload, *(part for _, part in found)]
 
     def _execute(self, endpoint: Endpoint, relay: Relay, message: Message, payload: memoryview) -> Execution:
-        execution = Execution(
+        return self._memory.start(
+            relay.root,
+            relay.number,
             self._run(endpoint, message, payload),
             what=f"{type(message).__name__} (command {relay.number} of {relay.root})",
             cancellable=message.cancellable,
         )
-        self._memory.add(relay.root, relay.number, execution)
-        return execution
 
     async def _run(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Answered:
         try:

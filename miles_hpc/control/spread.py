@@ -73,9 +73,11 @@ class Spread:
         self._targets: dict[str, RelayTarget] = {}
         self._open: set[str] = set()  # nothing final is known of these
         self._covering: dict[str, int] = {}  # branches under way that have the target
+        self._hoped_for = 0  # open ones that are covered
         self._tasks: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
         self._over = False
+        self._fault: BaseException | None = None  # what no branch should raise
         self.found: dict[str, tuple[RelayOutcome, Buffer]] = {}
         self.sent = 0
 
@@ -91,13 +93,18 @@ class Spread:
         self._look()
 
     async def finish(self) -> None:
-        """Wait until nothing more will come, or the deadline has come. `found` has every target then."""
+        """Wait until nothing more will come, or the deadline has come. `found` has every target then.
+
+        Raises what sending raised for any other reason than the peer, such as a payload that is no buffer.
+        """
         try:
             async with asyncio.timeout(self._deadline.remaining_s):
                 await self._settled.wait()
         except TimeoutError:
             pass
         await self.stop()
+        if self._fault is not None:
+            raise self._fault
         for name in self._targets.keys() - self.found.keys():
             self._expired(name)
 
@@ -119,14 +126,22 @@ class Spread:
     def _ask(self, head: RelayTarget, rest: tuple[RelayTarget, ...]) -> None:
         asked = _Asked(head, rest)
         for target in (head, *rest):
-            self._covering[target.name] += 1
+            covering = self._covering[target.name]
+            self._covering[target.name] = covering + 1
+            self._hoped_for += not covering and target.name in self._open
         self._start(self._serve(asked))
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
         return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fault = self._fault or error
+            self._settled.set()
 
     async def _serve(self, asked: _Asked) -> None:
         """One branch, from the connection to what is known of it in the end."""
@@ -142,7 +157,7 @@ class Spread:
                 watch.cancel()
             self._adopt(asked)
             for target in (asked.head, *asked.rest):
-                self._covering[target.name] -= 1
+                self._release(target)
             self._look()
 
     async def _call(self, asked: _Asked) -> None:
@@ -248,18 +263,24 @@ class Spread:
             return
         self.found[name] = (outcome, payload)
         if outcome.error in ("", "RemoteError"):
-            self._open.discard(name)
+            self._open.remove(name)
+            self._hoped_for -= self._covering[name] > 0
+
+    def _release(self, target: RelayTarget) -> None:
+        """A branch that had the target has ended."""
+        name = target.name
+        self._covering[name] -= 1
+        if self._covering[name] or name not in self._open:
+            return
+        self._hoped_for -= 1
+        if self._insist and not self._over:
+            found = self.found.get(name)
+            if found is not None and found[0].error == "PeerLost" and found[0].via != self._me:
+                self._ask(target, ())
 
     def _look(self) -> None:
         """See whether anything more can come."""
-        if self._over:
-            return
-        if self._insist:
-            for name in [name for name in self._open if not self._covering[name]]:
-                outcome, _ = self.found[name]
-                if outcome.error == "PeerLost" and outcome.via != self._me:
-                    self._ask(self._targets[name], ())
-        if not any(self._covering[name] for name in self._open):
+        if not self._hoped_for:
             self._settled.set()
 
 
