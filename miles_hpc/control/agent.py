@@ -22,7 +22,8 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from miles_hpc.control.membership import ServiceAddress, find_controller, wait_for_controller
+from miles_hpc.control.membership import ServiceAddress, find_controller, overtaken, wait_for_controller
+from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.core.config import ControlConfig
 from miles_hpc.core.deadline import Deadline
@@ -104,6 +105,7 @@ class Agent:
         self._events = EventLog(paths.events, identity.name, attempt=identity.attempt)
         self._shutdown = asyncio.Event()
         self._renewed = time.monotonic()
+        self.served = False  # whether a controller has ever accepted this agent
 
     async def run(self) -> int:
         """Serve until told to shut down (0), until the app fails (its code), or until the lease is over (1)."""
@@ -131,13 +133,19 @@ class Agent:
             address = await self._find(term, deadline)
             try:
                 endpoint = await self._connect(address, deadline)
-            except (PeerLost, AuthenticationError, DeadlineExpired):
-                deadline.check()
+            except FencedError:
+                if not overtaken(self._paths, self._identity.attempt, address.term):
+                    raise
+                continue  # a newer controller of this attempt answered where the older one had been
+            except (PeerLost, AuthenticationError, DeadlineExpired) as error:
+                if deadline.expired:
+                    raise DeadlineExpired(f"{deadline.error()}; the last try: {error}") from error
                 await asyncio.sleep(0.2)
                 continue
             term = address.term
             self._events.term = term
             self._renewed = time.monotonic()
+            self.served = True
             reason = await self._stay(endpoint, term)
             await self._app.left()
             if self._shutdown.is_set():
@@ -155,7 +163,7 @@ class Agent:
             self._control.transport, Credentials(self._secret, self._identity.peer(address.term))
         )
         limit = min(self._control.connect_deadline_s, max(0.5, deadline.remaining_s))
-        return await transport.connect(address.address, self._handle, deadline_s=limit)
+        return await connect_any(transport, address.addresses, self._handle, deadline_s=limit, name=address.name)
 
     async def _stay(self, endpoint: Endpoint, term: int) -> str:
         """Heartbeat until the endpoint is lost or a newer term exists; returns why."""

@@ -26,18 +26,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import secrets
 import stat
 import struct
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 
 from miles_hpc.core.errors import AuthenticationError, FencedError, PeerLost, UserError
 from miles_hpc.core.transport import Credentials, PeerIdentity
 from miles_hpc.core.version import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "DEFAULT_WINDOW",
@@ -94,19 +94,21 @@ class StaleListener(PeerLost):
     """The listener belongs to an older attempt or term than the dialer, and has been told so."""
 
 
-@dataclass(frozen=True)
-class SessionKeys:
+class SessionKeys(msgspec.Struct, frozen=True):
     """What a finished handshake yields: the proven peer, one MAC key per direction, the peer's receive window."""
 
     peer: PeerIdentity
-    send_key: bytes = field(repr=False)
-    receive_key: bytes = field(repr=False)
+    send_key: bytes
+    receive_key: bytes
     peer_window: tuple[int, int] = DEFAULT_WINDOW  # messages, bytes
+
+    def __repr__(self) -> str:
+        return f"SessionKeys(peer={self.peer!r})"  # never the keys
 
 
 def new_secret() -> bytes:
     """A fresh run secret. Its file has mode 0600 and holds it as 64 hexadecimal digits and a newline, or raw."""
-    return secrets.token_bytes(SECRET_BYTES)
+    return os.urandom(SECRET_BYTES)
 
 
 def load_secret(path: Path) -> bytes:
@@ -176,7 +178,7 @@ class Dialer:
 
     def opening(self) -> bytes:
         """The first message, to the listener."""
-        message = _OPENING.pack(_OPENING_MAGIC, self._version, secrets.token_bytes(_NONCE_BYTES))
+        message = _OPENING.pack(_OPENING_MAGIC, self._version, os.urandom(_NONCE_BYTES))
         self._transcript = [message]
         return message
 
@@ -251,7 +253,7 @@ class Acceptor:
             raise AuthenticationError("not an opening of this protocol")
         if version != self._version:
             self.error = _version_error(self._version, version)
-        challenge = _OPENING.pack(_CHALLENGE_MAGIC, self._version, secrets.token_bytes(_NONCE_BYTES))
+        challenge = _OPENING.pack(_CHALLENGE_MAGIC, self._version, os.urandom(_NONCE_BYTES))
         self._transcript = [opening, challenge]
         return challenge
 

@@ -492,18 +492,22 @@ class Conversation:
         kind: int,
         call_id: int,
         header: bytes,
-        views: list[memoryview] | None = None,
+        views: Sequence[memoryview] = (),
         n_bytes: int = 0,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:
-        done = self._wire.send(kind, call_id, header, views or [], n_bytes, handed_over)
+        done = self._wire.send(kind, call_id, header, views, n_bytes, handed_over)
         if not self._flush_planned:
             self._flush_planned = True
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self._planned_flush)
         return done
 
     def flush(self) -> None:
         """Hand over what was queued; happens by itself in the loop's next round."""
+        if not self.is_closed:
+            self._wire.flush()
+
+    def _planned_flush(self) -> None:
         self._flush_planned = False
         if not self.is_closed:
             self._wire.flush()

@@ -10,7 +10,8 @@ leaves towards a stranger but the challenge, and no text of the log contains wha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from miles_hpc.control.auth import Acceptor, Dialer, SessionKeys
 from miles_hpc.control.frames import Limits
@@ -29,12 +30,11 @@ MAX_HALF_OPEN = 1024
 _FLUSH_S = 1.0
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """On which terms a process talks to others."""
 
     credentials: Credentials
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = Limits()
     version: int = PROTOCOL_VERSION
 
     @property

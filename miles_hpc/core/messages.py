@@ -211,7 +211,7 @@ class SyncWeights(Message, frozen=True, kw_only=True):
 
     engine: str
     version: WeightVersion
-    source: str  # address of the trainer's weight source
+    source: str  # addresses of the trainer's weight source, the best one first, separated by commas
     plan_digest: bytes
     deadline_s: float
 
