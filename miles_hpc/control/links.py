@@ -1,7 +1,7 @@
 """Connections to peers by name: made when they are needed, kept for the next command, closed when idle.
 
     use(target) ─┬─ an endpoint that is there already (a roster's, or one kept here) ─▶ used at once
-                 └─ dialed: the addresses one after the other, by one task however many wait for it
+                 └─ dialed, by one task however many wait for it
     last user leaves ─▶ kept ─┬─ used again
                               ├─ idle_s over ─▶ closed
                               └─ more than `keep` are kept ─▶ the one that was left first is closed
@@ -21,7 +21,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, MilesError, PeerLost
+from miles_hpc.control.multihomed import connect_any
+from miles_hpc.core.errors import AuthenticationError, FencedError, MilesError, PeerLost
 from miles_hpc.core.messages import RelayTarget
 from miles_hpc.core.transport import Endpoint, Transport
 
@@ -172,24 +173,15 @@ class Links:
     async def _dial(self, target: RelayTarget) -> Endpoint:
         if not target.addresses:
             raise PeerLost(f"{target.name}: not connected, and it has published no address")
-        failures = []
         async with self._dialing:
-            for n, address in enumerate(target.addresses):
-                share = self._connect_s / (len(target.addresses) - n)
-                try:
-                    endpoint = await self._transport.connect(address, deadline_s=share)
-                except (PeerLost, DeadlineExpired) as error:
-                    failures.append(str(error))
-                    continue
-                except (AuthenticationError, FencedError) as error:
-                    raise type(error)(f"{target.name}: {error}") from error
-                except MilesError as error:
-                    raise PeerLost(f"{target.name}: {error}") from error
-                if endpoint.peer.name == target.name:
-                    return endpoint
-                failures.append(f"{address} belongs to {endpoint.peer.name}")
-                await endpoint.close(f"looking for {target.name}")
-        raise PeerLost(f"{target.name}: can't be reached: {'; '.join(failures)}")
+            try:
+                return await connect_any(
+                    self._transport, target.addresses, deadline_s=self._connect_s, name=target.name
+                )
+            except (AuthenticationError, FencedError) as error:
+                raise type(error)(f"{target.name}: {error}") from error
+            except MilesError as error:
+                raise PeerLost(f"{target.name}: can't be reached: {error}") from error
 
     def _opened(self, target: RelayTarget, opening: _Opening) -> None:
         """Runs when the dialing task is done and before those who wait for it go on."""

@@ -27,13 +27,14 @@ from typing import Any, TypeAlias, Union
 import msgspec
 
 from miles_hpc.control.links import Links
+from miles_hpc.control.multihomed import Listening, listen_on
 from miles_hpc.control.spread import MAX_TEXT_CHARS, Spread, total_bytes
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import MilesError, ProtocolError
+from miles_hpc.core.errors import MilesError, PeerLost, ProtocolError
 from miles_hpc.core.messages import Ack, Message, Relay, RelayDone, RelayOutcome, RelayProbe, decode, encode
-from miles_hpc.core.transport import Answer, Buffer, Endpoint, Handler
+from miles_hpc.core.transport import Answer, Buffer, Endpoint, Handler, Transport
 
-__all__ = ["CommandMemory", "Execution", "RelayHandler"]
+__all__ = ["CommandMemory", "Execution", "RelayHandler", "RelayPoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +283,40 @@ class RelayHandler:
                 exc_info=error,
             )
             raise
+
+
+class RelayPoint:
+    """A process's part in fan-outs of one term: its handler, its links, and its listener once that is asked for."""
+
+    def __init__(self, transport: Transport, inner: Handler, *, name: str, memory: CommandMemory) -> None:
+        """`memory` outlives this: a command may come again after the process has joined again."""
+        self._transport = transport
+        self._links = Links(transport)
+        self._listening: asyncio.Task[Listening] | None = None
+        self._closed = False
+        self.handler = RelayHandler(inner, self._links, name=name, memory=memory)
+
+    async def listen(self, bind: Sequence[str]) -> tuple[str, ...]:
+        """The addresses at which others can pass commands on to this process.
+
+        Raises UserError when none can be bound, PeerLost when this is closed.
+        """
+        if self._closed:
+            raise PeerLost("this process is leaving")
+        if self._listening is None:
+            listen = listen_on(self._transport, self.handler, bind)
+            self._listening = asyncio.get_running_loop().create_task(listen)
+        return (await asyncio.shield(self._listening)).addresses
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        """Pass on and answer what is under way, for so long, and hang up."""
+        self._closed = True
+        await self.handler.drain(deadline_s=drain_s)
+        if self._listening is not None:
+            done = await asyncio.gather(self._listening, return_exceptions=True)
+            if isinstance(done[0], Listening):
+                await done[0].close()
+        await self._links.close()
 
 
 def _frozen(buffer: Buffer) -> Buffer:

@@ -9,6 +9,7 @@
     rollout host -> sandbox host SandboxCreate SandboxExec SandboxDestroy
     agent -> controller          Heartbeat ChildEvent
     controller -> supervisor     RestartHost RestartRole RunEnded
+    controller -> agent          OpenRelay
     anybody -> anybody           Relay RelayProbe      (a command on its way to many)
 
 A reply is a struct as well. Arrays in a message travel in the payload behind the header wherever they are large.
@@ -102,6 +103,19 @@ class Relay(Message, frozen=True, kw_only=True):
     arity: int  # the most processes that one process passes it on to, unless it stands in for a lost one
     deadline_s: float  # from the arrival of this message on
     silent_s: float  # a process that passes on and doesn't answer a probe for so long is stood in for
+
+
+class OpenRelay(Message, frozen=True, kw_only=True):
+    """Listen on `interface` (as the site says it), so that others can pass commands on to this process.
+
+    Reply: RelayOpen.
+    """
+
+    interface: str
+
+
+class RelayOpen(Message, frozen=True, kw_only=True):
+    addresses: tuple[str, ...]
 
 
 class RelayProbe(Message, frozen=True, kw_only=True):
