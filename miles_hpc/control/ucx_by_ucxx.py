@@ -30,7 +30,6 @@ _keep.restype = _let_go.restype = None
 _ARRIVALS = 256  # taken per call of progress, so that a flood leaves room for other wires
 
 
-
 class _UcxxPath(Path):
     def __init__(self, api: UcxxApi, endpoint: Any, failed: Callable[[str], None]) -> None:
         self._api = api
@@ -315,5 +314,3 @@ class UcxxApi(UcxApi):
         for lasting in (self._worker, self._context):
             _let_go(lasting)
         del self._worker, self._context, lasting  # ends them: nothing else refers to them
-
-
