@@ -259,6 +259,7 @@ def test_a_link_that_is_dead_in_one_direction_is_a_loss(kind: str, direction: st
         controller = stage.start_controller(attempt)
         agent = stage.start_agent(stage.hosts[0], attempt)
         stage.wait_joined(controller, [agent.name])
+        agent.wait_for("joined", WAIT_S)
         ends = [stage.hosts[0], stage.controller_host]
         deaf_to, deaf = ends if direction == "to the controller" else ends[::-1]
         n_told = len(controller.told)
