@@ -4,10 +4,10 @@
     bridge ─┬─ port1 ═════════ veth ═════════ eth0   198.18.0.1/24   2001:2::1/64
             └─ port2 ═════════ veth ═════════ eth0   of host h2 ...
 
-The switch has a namespace of its own, so the real host gets neither an interface nor a route: nothing can leak in either
-direction, networks can't collide, and none has a way out. The addresses are those that RFC 2544 and RFC 5180 set aside
-for such tests. A namespace lives as long as the process that holds it, which ends when its standard input closes, and
-programs are killed when their starter dies: after a `kill -9` of the user of this module nothing is left behind.
+The switch has a namespace of its own, so the real host gets neither an interface nor a route: nothing can leak in
+either direction, networks can't collide, and none has a way out. The addresses are those that RFC 2544 and RFC 5180 set
+aside for such tests. A namespace lives as long as the process that holds it, which ends when its standard input closes,
+and programs are killed when their starter dies: after a `kill -9` of the user of this module nothing is left behind.
 
 Hosts share the process table, the file systems and the clocks. For UCX they must be told not to share memory: UCX_ENV.
 """

@@ -2,9 +2,9 @@
 
     agents, rank 0, supervisor ──connect──▶ admit (attempt, incarnation) ──▶ roster ──▶ on_message / on_lost
 
-A loss is declared by a closed endpoint at once, by missed heartbeats lost_after_s after the last one was heard: by a timer
-for that very moment. Only agents and the supervisor send heartbeats; rank 0 of the trainer is vouched for by its agent
-and by its own endpoint. Verdicts, each with its evidence: joined, rejoined, superseded, refused, lost.
+A loss is declared by a closed endpoint at once, by missed heartbeats lost_after_s after the last one was heard: by a
+timer for that very moment. Only agents and the supervisor send heartbeats; rank 0 of the trainer is vouched for by its
+agent and by its own endpoint. Verdicts, each an event with evidence: joined, rejoined, superseded, refused, lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRAINER_RANK0 = "trainer-rank0"
 #: Up to so many members are told from here; with more, agents pass commands on.
 DIRECT_UP_TO = 16
 
-#: This process itself was silent for so long after a deadline: what arrived meanwhile is heard before anybody is judged.
+#: So long after a deadline it is this process that was held up: what arrived meanwhile is heard before it judges.
 _LATE_S = 0.1
 
 

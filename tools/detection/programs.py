@@ -5,7 +5,8 @@
 
 Both read their ControlConfig from RUN_DIR/control.json and tell what happens as JSON lines on stdout, each with `event`
 and `at` (CLOCK_MONOTONIC, which all processes of a machine share). Exit codes are those of launchers.agent.
-The controller takes JSON lines on stdin: {"call": NAME, "deadline_s": X} calls a member, whose app never answers.
+The controller takes JSON lines on stdin: {"id": N, "call": NAME, "deadline_s": X} calls a member, whose app
+never answers; how that ended is told as {"event": "answer", "id": N, "error", "text", "elapsed_s"}.
 It ends when its stdin closes.
 """
 
@@ -30,7 +31,7 @@ from miles_hpc.control.terms import claim_term
 from miles_hpc.controller.members import Members
 from miles_hpc.core import exits
 from miles_hpc.core.config import ControlConfig, GroupConfig, GroupsConfig, ModelConfig, RunConfig, SiteConfig
-from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError
+from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, PeerLost
 from miles_hpc.core.messages import Ack, HostStatus, Message
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
@@ -95,24 +96,30 @@ async def _controller(paths: RunPaths, attempt: int) -> int:
     calls: set[asyncio.Task[None]] = set()
     while line := await lines.readline():
         order = json.loads(line)
-        call = asyncio.create_task(_call(members, order["call"], order["deadline_s"]))
+        call = asyncio.create_task(_call(members, order["id"], order["call"], order["deadline_s"]))
         calls.add(call)
         call.add_done_callback(calls.discard)
     await members.close("told to end", shut_down=False)
     return exits.DONE
 
 
-async def _call(members: Members, name: str, deadline_s: float) -> None:
-    """Call a member with a payload that no socket buffer takes; tells how that ended."""
+async def _call(members: Members, number: int, name: str, deadline_s: float) -> None:
+    """Call a member with a payload that no socket buffer takes."""
     endpoint = members.endpoint(name)
-    error: BaseException | None = None
-    if endpoint is not None:
-        try:
-            question = HostStatus(engines=(), ready=True)
-            await endpoint.call(question, payload=[bytes(8 << 20)], deadline_s=deadline_s)
-        except MilesError as caught:
-            error = caught
-    _tell("called", peer=name, error=type(error).__name__, text=str(error))
+    began, error = time.monotonic(), None
+    try:
+        if endpoint is None:
+            raise PeerLost(f"{name} isn't here")
+        await endpoint.call(HostStatus(engines=(), ready=True), payload=[bytes(8 << 20)], deadline_s=deadline_s)
+    except MilesError as caught:
+        error = caught
+    _tell(
+        "answer",
+        id=number,
+        error=type(error).__name__ if error is not None else "",
+        text=str(error),
+        elapsed_s=time.monotonic() - began,
+    )
 
 
 async def _stdin_lines() -> asyncio.StreamReader:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +28,7 @@ from miles_hpc.core.paths import RunPaths
 from tools.detection.programs import control_file
 from tools.net_hosts import UCX_ENV, Host, Network
 
-__all__ = ["Program", "Stage"]
+__all__ = ["Program", "Stage", "start_program"]
 
 _START_S = 120.0
 
@@ -42,6 +41,7 @@ class Program:
         self.process = process
         self.log = log
         self.told: list[dict[str, Any]] = []
+        self._n_orders = 0
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -56,7 +56,10 @@ class Program:
     def wait_for(
         self, event: str, deadline_s: float, *, after: int = 0, where: Callable[[dict[str, Any]], bool] | None = None
     ) -> dict[str, Any]:
-        """The first told line of this kind from index `after` on. Raises DeadlineExpired with what was told."""
+        """The first told line of this kind from index `after` on.
+
+        Raises MilesError with what it told instead when that doesn't come in time, or when the program has ended.
+        """
         deadline = Deadline(deadline_s, f"{self.name} telling {event!r}")
         with self._changed:
             while True:
@@ -64,7 +67,8 @@ class Program:
                     if line["event"] == event and (where is None or where(line)):
                         return line
                 if deadline.expired or not self._reader.is_alive():
-                    raise MilesError(f"{deadline.error()}; exit code {self.process.poll()}; it told {self.told[-20:]}; log: {self.log_tail()}")
+                    told = f"exit code {self.process.poll()}; it told {self.told[-20:]}; log: {self.log_tail()}"
+                    raise MilesError(f"{deadline.error()}; {told}")
                 self._changed.wait(min(0.5, deadline.remaining_s))
 
     def end(self) -> None:
@@ -74,14 +78,38 @@ class Program:
         self.process.wait()
         self._reader.join(timeout=10.0)
 
-    def order(self, **order: Any) -> None:
-        """Give the program a line on its stdin."""
+    def order(self, **order: Any) -> int:
+        """Give the program a line on its stdin; returns the `id` that was added to it."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
+        self._n_orders += 1
+        self.process.stdin.write(json.dumps({**order, "id": self._n_orders}) + "\n")
         self.process.stdin.flush()
+        return self._n_orders
+
+    def answer(self, order: int, deadline_s: float) -> dict[str, Any]:
+        """Wait for the line that answers an order."""
+        return self.wait_for("answer", deadline_s, where=lambda line: line["id"] == order)
+
+    def ask(self, wait_s: float, **order: Any) -> dict[str, Any]:
+        """Give an order and wait for its answer."""
+        return self.answer(self.order(**order), wait_s)
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
+
+
+def start_program(name: str, host: Host, module: str, args: list[str], log: Path) -> Program:
+    """Start a Python module of this project on a host; its stderr goes to `log`."""
+    with open(log, "wb") as errors:
+        process = host.popen(
+            [sys.executable, "-P", "-m", module, *args],
+            environ={**UCX_ENV, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    return Program(name, process, log)
 
 
 class Stage:
@@ -134,19 +162,10 @@ class Stage:
 
     def _start(self, name: str, host: Host, args: list[str], attempt: int, paths: RunPaths | None = None) -> Program:
         self._n_started += 1
-        log = self.paths.root / f"{self._n_started}-{name}.log"
         program, *options = args
-        command = [sys.executable, "-P", "-m", "tools.detection.programs", program, str((paths or self.paths).root)]
-        with open(log, "wb") as errors:
-            process = host.popen(
-                [*command, "--attempt", str(attempt), *options],
-                environ={**UCX_ENV, "PYTHONPATH": str(Path(__file__).parents[2])},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        started = Program(name, process, log)
+        program_args = [program, str((paths or self.paths).root), "--attempt", str(attempt), *options]
+        log = self.paths.root / f"{self._n_started}-{name}.log"
+        started = start_program(name, host, "tools.detection.programs", program_args, log)
         self._undo.callback(started.end)
         return started
 
@@ -154,8 +173,3 @@ class Stage:
         """Until the controller has told of every name (from line `after` on) that it joined."""
         for name in names:
             controller.wait_for("joined", _START_S, after=after, where=lambda line, name=name: line["peer"] == name)  # type: ignore[misc]
-
-
-def sleep_until(moment: float) -> None:
-    """Sleep until a monotonic time."""
-    time.sleep(max(0.0, moment - time.monotonic()))
