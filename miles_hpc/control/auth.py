@@ -26,18 +26,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import secrets
 import stat
 import struct
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 
 from miles_hpc.core.errors import AuthenticationError, FencedError, PeerLost, UserError
 from miles_hpc.core.transport import Credentials, PeerIdentity
 from miles_hpc.core.version import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "DEFAULT_WINDOW",
@@ -94,25 +94,27 @@ class StaleListener(PeerLost):
     """The listener belongs to an older attempt or term than the dialer, and has been told so."""
 
 
-@dataclass(frozen=True)
-class SessionKeys:
+class SessionKeys(msgspec.Struct, frozen=True):
     """What a finished handshake yields: the proven peer, one MAC key per direction, the peer's receive window."""
 
     peer: PeerIdentity
-    send_key: bytes = field(repr=False)
-    receive_key: bytes = field(repr=False)
+    send_key: bytes
+    receive_key: bytes
     peer_window: tuple[int, int] = DEFAULT_WINDOW  # messages, bytes
+
+    def __repr__(self) -> str:
+        return f"SessionKeys(peer={self.peer!r})"  # never the keys
 
 
 def new_secret() -> bytes:
     """A fresh run secret. Its file has mode 0600 and holds it as 64 hexadecimal digits and a newline, or raw."""
-    return secrets.token_bytes(SECRET_BYTES)
+    return os.urandom(SECRET_BYTES)
 
 
 def load_secret(path: Path) -> bytes:
     """Read the run's secret. Raises UserError unless the file is ours alone and has the right length."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name must not hang us
     except OSError as error:
         raise UserError(f"secret {path}: {error.strerror}; submit the run again or name its folder") from error
     try:
@@ -176,7 +178,7 @@ class Dialer:
 
     def opening(self) -> bytes:
         """The first message, to the listener."""
-        message = _OPENING.pack(_OPENING_MAGIC, self._version, secrets.token_bytes(_NONCE_BYTES))
+        message = _OPENING.pack(_OPENING_MAGIC, self._version, os.urandom(_NONCE_BYTES))
         self._transcript = [message]
         return message
 
@@ -206,7 +208,7 @@ class Dialer:
             raise AuthenticationError("the listener didn't prove that it knows this run's secret")
         try:
             verdict = _verdict_decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise AuthenticationError(f"the listener's identity can't be read: {error}") from error
         if verdict.refusal_kind == "stale":
             raise StaleListener(verdict.refusal)
@@ -251,7 +253,7 @@ class Acceptor:
             raise AuthenticationError("not an opening of this protocol")
         if version != self._version:
             self.error = _version_error(self._version, version)
-        challenge = _OPENING.pack(_CHALLENGE_MAGIC, self._version, secrets.token_bytes(_NONCE_BYTES))
+        challenge = _OPENING.pack(_CHALLENGE_MAGIC, self._version, os.urandom(_NONCE_BYTES))
         self._transcript = [opening, challenge]
         return challenge
 
@@ -269,7 +271,7 @@ class Acceptor:
             raise AuthenticationError("the dialer didn't prove that it knows this run's secret")
         try:
             hello = _hello_decoder.decode(raw_hello)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise AuthenticationError(f"the dialer's identity can't be read: {error}") from error
         verdict = self._verdict(hello.identity)
         body = _encoder.encode(verdict)

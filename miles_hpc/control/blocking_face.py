@@ -34,8 +34,10 @@ from miles_hpc.core.transport import (
 )
 from miles_hpc.core.version import PROTOCOL_VERSION
 
-__all__ = ["PlainTransport"]
+__all__ = ["SPIN_S", "PlainTransport"]
 
+#: How long a wait looks again and again before it sleeps: about what waking a process costs on a virtual machine.
+SPIN_S = 100e-6
 _CLOSE_S = 1.0
 
 
@@ -301,7 +303,7 @@ class PlainTransport(BlockingTransport):
         *,
         limits: Limits | None = None,
         version: int = PROTOCOL_VERSION,
-        spin_s: float = 0.0,
+        spin_s: float = SPIN_S,
     ) -> None:
         self.terms = Terms(credentials, limits or Limits(), version)
         self._loop = PlainLoop(spin_s=spin_s)

@@ -21,7 +21,6 @@ import enum
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any, NamedTuple
 
@@ -54,6 +53,7 @@ INLINE_BYTES = 16 * 1024
 
 _HEAD = struct.Struct("<BxxxIQQ")
 _SEQUENCE = struct.Struct("<Q")
+_NUMBERED_HEAD = struct.Struct("<QBxxxIQQ")  # what the MAC of a small frame begins with
 _ALIGNMENT = 64
 
 
@@ -83,8 +83,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """What a receiver accepts, in bytes and messages. The window is announced in the handshake."""
 
     header_bytes: int = 16 << 20
@@ -149,11 +148,12 @@ class Sealer(_Direction):
 
     def small(self, kind: int, call_id: int, header: bytes, payload: bytes) -> bytes:
         """A whole small frame. The caller has checked that it is one."""
-        body = _HEAD.pack(kind, len(header), len(payload), call_id) + header + payload
+        sequence = self._sequence
+        self._sequence = sequence + 1
+        numbered = _NUMBERED_HEAD.pack(sequence, kind, len(header), len(payload), call_id) + header + payload
         mac = self._small.copy()
-        mac.update(_SEQUENCE.pack(self._sequence) + body)
-        self._sequence += 1
-        return body + mac.digest()
+        mac.update(numbered)
+        return numbered[_SEQUENCE.size :] + mac.digest()
 
     def large(self, kind: int, call_id: int, header: bytes, payload_bytes: int) -> tuple[bytes, BodyMac]:
         """Head and head MAC of a large frame, and the MAC that must be fed header and payload and sent behind them.
@@ -171,13 +171,11 @@ class Sealer(_Direction):
 class Opener(_Direction):
     """Checks the frames of the other direction, in the order of their arrival."""
 
-    def small(self, data: Buffer) -> None:
+    def small(self, data: bytes) -> None:
         """Check a whole small frame. Raises AuthenticationError."""
-        view = memoryview(data)
         mac = self._small.copy()
-        mac.update(_SEQUENCE.pack(self._sequence))
-        mac.update(view[:-TAG_BYTES])
-        if not compare_digest(mac.digest(), view[-TAG_BYTES:]):
+        mac.update(_SEQUENCE.pack(self._sequence) + data[:-TAG_BYTES])
+        if not compare_digest(mac.digest(), data[-TAG_BYTES:]):
             raise AuthenticationError("a frame doesn't carry the peer's MAC, or isn't the next one")
         self._sequence += 1
 

@@ -8,7 +8,7 @@ receiver never share memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from miles_hpc.control.frames import Opener, Sealer
 from miles_hpc.control.wire import Carrier, Loop, Port, Wire
@@ -55,7 +55,7 @@ class LoopbackWire(Wire):
         kind: int,
         call_id: int,
         header: bytes,
-        views: list[memoryview],
+        views: Sequence[memoryview],
         n_bytes: int,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:

@@ -24,6 +24,7 @@ __all__ = ["PlainLoop"]
 
 _READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _WRITE = select.EPOLLOUT
+_WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
 _EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
@@ -150,41 +151,45 @@ class PlainLoop:
 
     def run_until(self, done: Callable[[], bool], end: float | None = None) -> bool:
         """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False."""
-        ready, timers = self._ready, self._timers
-        self.hurry()
+        ready, timers, time = self._ready, self._timers, self.time
+        readers, writers = self._readers, self._writers
+        if self._pollers:
+            self.hurry()
         while True:
             for _ in range(len(ready)):
-                if not ready:
+                if not ready:  # an inner run_until was quicker
                     break
                 callback, args = ready.popleft()
-                _run(callback, args)
-            if timers:
+                try:
+                    callback(*args)
+                except Exception:
+                    _report(callback)
+            if timers and timers[0][0] <= time():
                 self._fire_timers()
             worked = self._poll() if self._pollers else False
             if done():
                 return True
-            if ready:
-                timeout = 0.0
-            else:
-                timeout = 0.0 if worked else _LONGEST_WAIT_S
+            timeout = 0.0
+            if not ready and not worked:
+                timeout = _LONGEST_WAIT_S
                 if end is not None or timers:
-                    now = self.time()
+                    now = time()
                     if end is not None:
                         if now >= end:
                             return False
                         timeout = min(timeout, end - now)
                     if timers:
                         timeout = min(timeout, max(0.0, timers[0][0] - now))
-            events = self._look(timeout)
-            for fd, mask in events:
-                if mask & _READ:
-                    reader = self._readers.get(fd)
-                    if reader is not None:
-                        _run(reader, ())
-                if mask & (_WRITE | select.EPOLLHUP | select.EPOLLERR):
-                    writer = self._writers.get(fd)
-                    if writer is not None:
-                        _run(writer, ())
+            for fd, mask in self._look(timeout):
+                try:
+                    if mask & _READ:
+                        callback = readers.get(fd, _nothing)
+                        callback()
+                    if mask & _WRITABLE:
+                        callback = writers.get(fd, _nothing)
+                        callback()
+                except Exception:
+                    _report(callback)
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
         if self.spin_s and timeout:
@@ -205,7 +210,10 @@ class PlainLoop:
     def _poll(self) -> bool:
         worked = False
         for progress in list(self._pollers):
-            worked = bool(_run(progress, ())) or worked
+            try:
+                worked = progress() or worked
+            except Exception:
+                _report(progress)
         if worked:
             self.hurry()
         return worked
@@ -215,7 +223,10 @@ class PlainLoop:
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if timer.callback is not None:
-                _run(timer.callback, timer.args)
+                try:
+                    timer.callback(*timer.args)
+                except Exception:
+                    _report(timer.callback)
 
     def close(self) -> None:
         """Release the descriptors."""
@@ -225,12 +236,12 @@ class PlainLoop:
         self._epoll.close()
 
 
-def _run(callback: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """As asyncio does: an error of one callback must not end what others wait for."""
-    try:
-        return callback(*args)
-    except Exception:
-        import logging
+def _nothing() -> None:
+    return
 
-        logging.getLogger(__name__).exception("callback %r failed", callback)
-        return None
+
+def _report(callback: Callable[..., Any]) -> None:
+    """As asyncio does: an error of one callback must not end what others wait for."""
+    import logging
+
+    logging.getLogger(__name__).exception("callback %r failed", callback)

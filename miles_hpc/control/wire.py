@@ -18,7 +18,7 @@ Callbacks run inside the loop's own callbacks, never inside a call of the owner.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from miles_hpc.control.frames import Opener, Sealer
@@ -97,7 +97,7 @@ class Wire(ABC):
         kind: int,
         call_id: int,
         header: bytes,
-        views: list[memoryview],
+        views: Sequence[memoryview],
         n_bytes: int,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:

@@ -28,7 +28,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
@@ -71,8 +70,7 @@ class PeerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(msgspec.Struct, frozen=True, eq=False):
     """What a process needs to join: the run's secret and who it says it is.
 
     Attempt and term are part of the handshake's transcript. A listener refuses peers of another attempt always,
@@ -80,13 +78,15 @@ class Credentials:
     fenced: `on_newer` is called with its identity then, in the listener's loop or thread, and must not wait.
     """
 
-    secret: bytes = field(repr=False)
+    secret: bytes
     identity: PeerIdentity
-    on_newer: Callable[[PeerIdentity], None] | None = field(default=None, compare=False, repr=False)
+    on_newer: Callable[[PeerIdentity], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Credentials(identity={self.identity!r})"  # never the secret
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """What a call returns, and what a stream yields. `payload` is empty when the peer sent none."""
 
     message: Message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -173,7 +172,7 @@ def test_the_older_side_gives_way(
     dialer: dict[str, int], listener: dict[str, int], any_term: bool, refused: type[MilesError] | None
 ) -> None:
     newer: list[PeerIdentity] = []
-    ours = dataclasses.replace(credentials("l", **listener), on_newer=newer.append)
+    ours = msgspec.structs.replace(credentials("l", **listener), on_newer=newer.append)
     d, a = Dialer(credentials("d", **dialer)), Acceptor(ours, any_term=any_term)
     if refused is None:
         shake(d, a)
@@ -193,7 +192,7 @@ def test_the_older_side_gives_way(
 
 def test_nobody_without_the_secret_makes_a_listener_believe_that_it_is_fenced() -> None:
     newer: list[PeerIdentity] = []
-    listener = Acceptor(dataclasses.replace(credentials(), on_newer=newer.append))
+    listener = Acceptor(msgspec.structs.replace(credentials(), on_newer=newer.append))
     stranger = Dialer(credentials(secret=new_secret(), attempt=9, term=9))
     with pytest.raises(AuthenticationError):
         listener.welcome(stranger.proof(listener.challenge(stranger.opening())))
