@@ -198,9 +198,7 @@ class PlainLoop:
                     return events
         if timeout and self._back_off is not None:
             timeout = min(timeout, self._back_off.pause_s())
-            if not timeout:
-                os.sched_yield()
-            elif timeout < _EPOLL_STEP_S:
+            if 0.0 < timeout < _EPOLL_STEP_S:
                 time.sleep(timeout)
                 timeout = 0.0
         if not timeout and not self._readers and not self._writers:
