@@ -1,129 +1,138 @@
-"""The transport within one process: the same handshake, admission, limits and order, without sockets or frame MACs.
+"""The carrier within one process: frames handed over as objects, between loops of the same or of different threads.
 
-For tests and for `local` runs in one process. Two transports with different credentials find each other by address.
-Payload buffers are joined when sent, so that sender and receiver never share memory.
+For tests and for `local` runs in one process. The handshake, limits and order are those of every other carrier; there
+are no frame MACs, since nobody else can touch the frames. Payload buffers are joined when sent, so that sender and
+receiver never share memory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from miles_hpc.control.accepting import Accepted
-from miles_hpc.control.auth import Acceptor, Dialer, SessionKeys
-from miles_hpc.control.calls import CallEndpoint, EndpointHook
-from miles_hpc.control.frames import Frame, Limits, byte_views, check_sizes
-from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, PeerLost
-from miles_hpc.core.transport import Buffer, Credentials, Handler, Listener, Transport
-from miles_hpc.core.version import PROTOCOL_VERSION
+from miles_hpc.control.frames import Opener, Sealer
+from miles_hpc.control.wire import Carrier, Loop, Port, Wire
+from miles_hpc.core.errors import PeerLost, UserError
 
-__all__ = ["LoopbackTransport"]
+__all__ = ["LoopbackCarrier"]
 
 _numbers = itertools.count(1)
-_listeners: dict[str, LoopbackListener] = {}
+_ports: dict[str, LoopbackPort] = {}
+_EMPTY = memoryview(b"")
 
 
-class LoopbackEndpoint(CallEndpoint):
-    """One half of a pair."""
+class LoopbackWire(Wire):
+    """One half of a pair. `_post` runs in the other half's loop, in the order of the calls."""
 
-    def __init__(self, keys: SessionKeys, handler: Handler | None, limits: Limits, *, dialer: bool) -> None:
-        super().__init__(keys.peer, handler, dialer=dialer)
-        self._limits = limits
-        self._other: LoopbackEndpoint | None = None
+    def __init__(self, loop: Loop, remote: str) -> None:
+        super().__init__(remote)
+        self._loop = loop
+        self._other: LoopbackWire | None = None
 
-    def _send(
-        self, kind: Frame, call_id: int, header: bytes, payload: Sequence[Buffer] = ()
-    ) -> asyncio.Future[None] | None:
+    def _post(self, callback: str, *args: object) -> None:
         other = self._other
-        if other is None:
-            raise self._peer_lost()
-        views, n_bytes = byte_views(payload)
-        check_sizes(self._limits, len(header), n_bytes)
-        self._loop.call_soon(other._received, kind, call_id, header, memoryview(b"".join(views)))
-        return None
-
-    async def _shutdown(self) -> None:
-        self._abandon()
-        await asyncio.sleep(0)
-
-    def _abandon(self) -> None:
-        other, self._other = self._other, None
         if other is not None:
-            self._loop.call_soon(other._lost, "endpoint closed: the peer is gone")
+            other._loop.call_soon_threadsafe(other._arrive, callback, *args)
 
+    def _arrive(self, callback: str, *args: object) -> None:
+        if self._other is not None:
+            if callback == "on_lost":
+                self._other = None
+            getattr(self, callback)(*args)
 
-class LoopbackListener(Listener):
-    def __init__(
+    @property
+    def queued_bytes(self) -> int:
+        return 0
+
+    def send_message(self, data: bytes) -> None:
+        self._post("on_message", data)
+
+    def start_frames(self, sealer: Sealer, opener: Opener) -> None:
+        return
+
+    def send(
         self,
-        transport: LoopbackTransport,
-        handler: Handler,
-        on_connect: EndpointHook | None,
-        on_close: EndpointHook | None,
-        any_term: bool,
-    ) -> None:
+        kind: int,
+        call_id: int,
+        header: bytes,
+        views: Sequence[memoryview],
+        n_bytes: int,
+        handed_over: Callable[[], None] | None = None,
+    ) -> bool:
+        self._post("on_frame", kind, call_id, header, memoryview(b"".join(views)) if views else _EMPTY)
+        return True
+
+    def flush(self) -> None:
+        return
+
+    def close(self, flush_s: float) -> None:
+        self.abandon()  # what was sent is in the other loop's queue already
+
+    def abandon(self) -> None:
+        self.silence()
+        self._post("on_lost", "endpoint closed: the peer is gone")
+        self._other = None
+
+
+class LoopbackPort(Port):
+    """A listener of this process."""
+
+    def __init__(self, loop: Loop, accepted: Callable[[Wire], None]) -> None:
         self.address = f"loopback://{next(_numbers)}"
-        self._transport = transport
-        self._handler = handler
-        self._accepted = Accepted(self.address, on_connect, on_close)
-        self._any_term = any_term
-        _listeners[self.address] = self
+        self.loop = loop
+        self.accepted = accepted
+        _ports[self.address] = self
 
-    def pair(self, transport: LoopbackTransport, handler: Handler | None) -> LoopbackEndpoint:
-        """Shake hands with a dialer of this process; returns its half."""
-        dialer = Dialer(transport.credentials, version=transport.version)
-        acceptor = Acceptor(self._transport.credentials, any_term=self._any_term, version=self._transport.version)
-        try:
-            challenge = acceptor.challenge(dialer.opening())
-            message, accepted = acceptor.welcome(dialer.proof(challenge))
-            keys = dialer.finish(message)
-        except (AuthenticationError, FencedError) as error:
-            raise type(error)(f"{self.address}: {error}") from error
-        assert accepted is not None
-        ours = LoopbackEndpoint(accepted, self._handler, self._transport.limits, dialer=False)
-        theirs = LoopbackEndpoint(keys, handler, transport.limits, dialer=True)
-        ours._other, theirs._other = theirs, ours
-        self._accepted.add(ours)
-        return theirs
-
-    async def close(self) -> None:
-        _listeners.pop(self.address, None)
-        await self._accepted.close()
+    def close(self) -> None:
+        _ports.pop(self.address, None)
 
 
-class LoopbackTransport(Transport):
+class LoopbackCarrier(Carrier):
     """Addresses look like loopback://number."""
 
-    def __init__(
-        self, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
-    ) -> None:
-        self.credentials = credentials
-        self.limits = limits or Limits()
-        self.version = version
+    scheme = "loopback"
 
-    async def listen(
-        self,
-        handler: Handler,
-        *,
-        bind: str = "127.0.0.1",
-        on_connect: EndpointHook | None = None,
-        on_close: EndpointHook | None = None,
-        any_term: bool = False,
-    ) -> Listener:
-        return LoopbackListener(self, handler, on_connect, on_close, any_term)
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        wakeable = getattr(loop, "wakeable", None)  # asyncio's loops always are
+        if wakeable is not None:
+            wakeable()
 
-    async def connect(self, address: str, handler: Handler | None = None, *, deadline_s: float) -> LoopbackEndpoint:
-        listener = _listeners.get(address)
-        if listener is None:
-            raise PeerLost(f"{address}: can't connect: nobody listens there in this process")
-        endpoint = listener.pair(self, handler)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await endpoint.admitted()
-        except TimeoutError:
-            endpoint._lost("connect was given up")
-            raise DeadlineExpired(f"{address}: no connection after {deadline_s:.1f} s") from None
-        except BaseException:
-            endpoint._lost("connect was given up")
-            raise
-        return endpoint
+    def listen(self, bind: str, accepted: Callable[[Wire], None]) -> Port:
+        return LoopbackPort(self._loop, accepted)
+
+    def dial(
+        self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
+    ) -> Callable[[], None]:
+        if not address.startswith("loopback://"):
+            raise UserError(f"address {address!r}: expected loopback://number")
+        port = _ports.get(address)
+        given_up = False
+
+        def give_up() -> None:
+            nonlocal given_up
+            given_up = True
+
+        def finish(ours: LoopbackWire | None) -> None:
+            if given_up:
+                if ours is not None:
+                    ours.abandon()
+            elif ours is None:
+                failed(PeerLost(f"{address}: can't connect: nobody listens there in this process"))
+            else:
+                connected(ours)
+
+        if port is None:
+            self._loop.call_soon(finish, None)
+            return give_up
+        ours, theirs = LoopbackWire(self._loop, address), LoopbackWire(port.loop, "this process")
+        ours._other, theirs._other = theirs, ours
+        port.loop.call_soon_threadsafe(port.accepted, theirs)
+        self._loop.call_soon(finish, ours)
+        return give_up
+
+    def chosen(self) -> dict[str, str]:
+        return {"transport": "loopback"}
+
+    def close(self) -> None:
+        return

@@ -5,28 +5,65 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from miles_hpc.control.loopback import LoopbackTransport
-from miles_hpc.control.tcp import TcpTransport
+from miles_hpc.control.frames import Limits
+from miles_hpc.control.wire import Carrier, Loop
 from miles_hpc.core.errors import UserError
-from miles_hpc.core.transport import Credentials, Transport
+from miles_hpc.core.transport import Credentials
+from miles_hpc.core.version import PROTOCOL_VERSION
 
-__all__ = ["local_address", "open_transport"]
+if TYPE_CHECKING:
+    from miles_hpc.control.asyncio_face import AsyncTransport
+    from miles_hpc.control.blocking_face import PlainTransport
+
+__all__ = ["CARRIERS", "local_address", "open_blocking_transport", "open_carrier", "open_transport"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
+#: The carriers by the name that a site or run file gives.
+CARRIERS = ("tcp", "ucx", "mpi", "loopback")
 
-def open_transport(kind: str, credentials: Credentials) -> Transport:
-    """The transport `kind`: tcp, ucx or loopback. Raises UserError for another name or a missing package."""
+
+def open_carrier(kind: str) -> Callable[[Loop], Carrier]:
+    """What opens the carrier `kind` on a loop. Raises UserError for another name or a missing package."""
     if kind == "tcp":
-        return TcpTransport(credentials)
-    if kind == "loopback":
-        return LoopbackTransport(credentials)
-    if kind == "ucx":
-        from miles_hpc.control.ucx import UcxTransport  # imports ucxx, which not every environment has
+        from miles_hpc.control.tcp import TcpCarrier
 
-        return UcxTransport(credentials)
-    raise UserError(f"transport {kind!r}: expected tcp, ucx or loopback")
+        return TcpCarrier
+    if kind == "loopback":
+        from miles_hpc.control.loopback import LoopbackCarrier
+
+        return LoopbackCarrier
+    raise UserError(f"transport {kind!r}: expected {', '.join(CARRIERS)}")
+
+
+def open_transport(
+    kind: str, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
+) -> AsyncTransport:
+    """The transport `kind` for an asyncio loop. Raises UserError for another name or a missing package."""
+    from miles_hpc.control.asyncio_face import AsyncTransport
+
+    return AsyncTransport(open_carrier(kind), credentials, limits=limits, version=version)
+
+
+def open_blocking_transport(
+    kind: str,
+    credentials: Credentials,
+    *,
+    limits: Limits | None = None,
+    version: int = PROTOCOL_VERSION,
+    spin_s: float | None = None,
+) -> PlainTransport:
+    """The transport `kind` for a thread without a loop. Raises UserError for another name or a missing package.
+
+    `spin_s`: how long a wait looks again and again before it sleeps; 0 where many processes share few cores.
+    """
+    from miles_hpc.control.blocking_face import SPIN_S, PlainTransport
+
+    spin = SPIN_S if spin_s is None else spin_s
+    return PlainTransport(open_carrier(kind), credentials, limits=limits, version=version, spin_s=spin)
 
 
 def local_address(interface: str = "") -> str:

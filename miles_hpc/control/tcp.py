@@ -1,68 +1,409 @@
-"""The transport over TCP sockets: listening, connecting and the handshake; frames are in `tcp_endpoint.py`.
+"""The carrier over TCP sockets: listening, connecting, and the bytes of messages and frames on a socket.
+
+    readable ─▶ recv_into(64 KiB buffer) ─▶ whole messages and small frames ─▶ callbacks
+                 └─ a large frame ─▶ recv_into(its own buffer), MAC updated as it arrives
+    flush    ─▶ sendmsg(what is queued, large payloads MACed piece by piece); the rest waits for writable
+
+Payloads aren't copied in Python: sent from the caller's buffers, received into one buffer of the announced (and
+authenticated) size. Many small frames leave in one system call and arrive in one.
 
 A peer that was killed is noticed by the closed socket; a cut link isn't: heartbeats (roster.py) are for that.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import logging
+import os
 import socket
 import struct
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from miles_hpc.control.accepting import Accepted
-from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES, Acceptor, Dialer
-from miles_hpc.control.calls import EndpointHook
-from miles_hpc.control.frames import Limits
-from miles_hpc.control.tcp_endpoint import TcpEndpoint
-from miles_hpc.core.errors import (
-    AuthenticationError,
-    DeadlineExpired,
-    FencedError,
-    MilesError,
-    PeerLost,
-    UserError,
+from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
+from miles_hpc.control.frames import (
+    HEAD_BYTES,
+    INLINE_BYTES,
+    TAG_BYTES,
+    BodyMac,
+    Head,
+    Opener,
+    Sealer,
+    aligned_buffer,
+    read_head,
 )
-from miles_hpc.core.transport import Credentials, Handler, Listener, Transport
-from miles_hpc.core.version import PROTOCOL_VERSION
+from miles_hpc.control.wire import LOW_WATER_BYTES, Carrier, Loop, Port, TimerHandle, Wire
+from miles_hpc.core.errors import AuthenticationError, PeerLost, ProtocolError, UserError
 
-__all__ = ["TcpTransport"]
+__all__ = ["TcpCarrier", "parse_address"]
 
-logger = logging.getLogger(__name__)
-
-#: A connection that hasn't authenticated after so long is dropped.
-HANDSHAKE_DEADLINE_S = 5.0
-#: So many connections may be in their handshake at once; beyond that the oldest is dropped.
-MAX_HALF_OPEN = 1024
-
+_INPUT_BYTES = 64 * 1024
+_STEP_BYTES = 1 << 20  # of a large payload per step: MACed and handed over while it's in the cache
+_TURN_BYTES = 8 << 20  # received per callback, so that a large payload leaves room for other wires
+_MAX_PIECES = 512  # below IOV_MAX
 _LENGTH = struct.Struct("<H")
+_EMPTY = memoryview(b"")
+
+_Done = Callable[[], None]
 
 
-class TcpListener(Listener):
-    """A bound socket with its accepted endpoints."""
+class _Large:
+    """A large frame that is being sent: the views that aren't MACed yet."""
 
-    def __init__(
-        self,
-        transport: TcpTransport,
-        sock: socket.socket,
-        handler: Handler,
-        on_connect: EndpointHook | None,
-        on_close: EndpointHook | None,
-        any_term: bool,
-    ) -> None:
-        self.address = _format_address(sock)
-        self._transport = transport
+    __slots__ = ("handed_over", "mac", "n_bytes", "views")
+
+    def __init__(self, mac: BodyMac, views: Sequence[memoryview], n_bytes: int, handed_over: _Done | None) -> None:
+        self.mac = mac
+        self.views = deque(views)
+        self.n_bytes = n_bytes
+        self.handed_over = handed_over
+
+
+class TcpWire(Wire):
+    """One connected socket."""
+
+    def __init__(self, loop: Loop, sock: socket.socket, remote: str) -> None:
+        super().__init__(remote)
+        self._loop = loop
         self._sock = sock
-        self._handler = handler
-        self._accepted = Accepted(self.address, on_connect, on_close)
-        self._any_term = any_term
-        self._loop = asyncio.get_running_loop()
-        self._half_open: dict[asyncio.Task[None], None] = {}  # in order of arrival
-        self._loop.add_reader(sock.fileno(), self._on_acceptable)
+        self._fd = sock.fileno()
+        self._open = True
+        self._reading = True  # whether what arrives is of interest
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
+        # Outgoing: `_pieces` are ready for the socket, `_backlog` follows them: bytes, or large frames to be MACed.
+        self._pieces: deque[memoryview | bytes] = deque()
+        self._backlog: deque[bytes | _Large] = deque()
+        self._queued = 0
+        self._sent = 0  # bytes of all time, as are the positions in _handed_over
+        self._ready_until = 0
+        self._handed_over: deque[tuple[int, _Done]] = deque()
+        self._writing = False
+        self._was_high = False
+        # Incoming.
+        self._in = bytearray(_INPUT_BYTES)
+        self._view = memoryview(self._in)
+        self._start = 0
+        self._stop = 0
+        self._head: Head | None = None  # of the large frame that arrives
+        self._mac: BodyMac | None = None
+        self._body = _EMPTY  # header, payload and MAC of it
+        self._body_got = 0
+        self._closing: TimerHandle | None = None
+        _no_delay(sock)
+        loop.add_reader(self._fd, self._readable)
 
-    def _on_acceptable(self) -> None:
+    # ------------------------------------------------------------------------------ sending
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued
+
+    def send_message(self, data: bytes) -> None:
+        if self._open:
+            self._queue(_LENGTH.pack(len(data)) + data)
+            self.flush()
+
+    def start_frames(self, sealer: Sealer, opener: Opener) -> None:
+        self._sealer, self._opener = sealer, opener
+
+    def send(
+        self,
+        kind: int,
+        call_id: int,
+        header: bytes,
+        views: Sequence[memoryview],
+        n_bytes: int,
+        handed_over: Callable[[], None] | None = None,
+    ) -> bool:
+        sealer = self._sealer
+        assert sealer is not None, "frames before start_frames"
+        if not self._open:
+            return False
+        if HEAD_BYTES + len(header) + n_bytes + TAG_BYTES <= INLINE_BYTES:
+            self._queue(sealer.small(kind, call_id, header, b"".join(views) if views else b""))
+            return True
+        prefix, mac = sealer.large(kind, call_id, header, n_bytes)
+        mac.update(header)
+        self._queue(prefix + header)
+        self._backlog.append(_Large(mac, views, n_bytes, handed_over))
+        self._queued += n_bytes + TAG_BYTES
+        self._was_high = self._was_high or self._queued >= LOW_WATER_BYTES
+        return False
+
+    def _queue(self, data: bytes) -> None:
+        self._queued += len(data)
+        if self._queued >= LOW_WATER_BYTES:
+            self._was_high = True
+        if self._backlog:
+            self._backlog.append(data)
+        else:
+            self._pieces.append(data)
+            self._ready_until += len(data)
+
+    def flush(self) -> None:
+        if self._queued and not self._writing and self._open:
+            self._write()
+
+    def _write(self) -> None:
+        """Send as much as the kernel takes and ask to be called again for the rest."""
+        pieces = self._pieces
+        sock = self._sock
+        try:
+            while pieces or self._backlog:
+                if len(pieces) == 1 and not self._backlog:  # by far the most frequent case
+                    piece = pieces[0]
+                    sent = sock.send(piece)
+                    self._sent += sent
+                    self._queued -= sent
+                    if sent == len(piece):
+                        pieces.clear()
+                        break
+                    pieces[0] = memoryview(piece)[sent:]
+                    continue
+                ready = sum(map(len, pieces)) if self._backlog else 0
+                while self._backlog and ready < _STEP_BYTES:
+                    ready += self._prepare()
+                batch = list(pieces) if len(pieces) <= _MAX_PIECES else [pieces[i] for i in range(_MAX_PIECES)]
+                sent = sock.sendmsg(batch)
+                self._sent += sent
+                self._queued -= sent
+                while sent:
+                    n_first = len(pieces[0])
+                    if sent >= n_first:
+                        sent -= n_first
+                        pieces.popleft()
+                    else:
+                        pieces[0] = memoryview(pieces[0])[sent:]
+                        sent = 0
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._loop.call_soon(self._fail, f"endpoint closed: {error.strerror or error}")
+            return
+        if self._handed_over and self._handed_over[0][0] <= self._sent:
+            self._tell_handed_over()
+        if self._was_high and self._queued < LOW_WATER_BYTES:
+            self._was_high = False
+            self._loop.call_soon(self._tell_drained)
+        wants = bool(pieces or self._backlog)
+        if wants != self._writing and self._open:
+            self._writing = wants
+            if wants:
+                self._loop.add_writer(self._fd, self._write)
+            else:
+                self._loop.remove_writer(self._fd)
+        if not wants and self._closing is not None:
+            self._say_end()
+
+    def _prepare(self) -> int:
+        """Move the next piece of the backlog to the ready ones; returns its size."""
+        first = self._backlog[0]
+        if isinstance(first, bytes):
+            self._backlog.popleft()
+            self._pieces.append(first)
+            self._ready_until += len(first)
+            return len(first)
+        if first.views:
+            view = first.views[0]
+            piece = view[:_STEP_BYTES]
+            if len(piece) == len(view):
+                first.views.popleft()
+            else:
+                first.views[0] = view[_STEP_BYTES:]
+            first.mac.update(piece)
+            self._pieces.append(piece)
+            self._ready_until += len(piece)
+            return len(piece)
+        self._backlog.popleft()
+        self._pieces.append(first.mac.tag())
+        self._ready_until += TAG_BYTES
+        if first.handed_over is not None:
+            self._handed_over.append((self._ready_until, first.handed_over))
+        return TAG_BYTES
+
+    def _tell_handed_over(self) -> None:
+        while self._handed_over and self._handed_over[0][0] <= self._sent:
+            self._loop.call_soon(self._handed_over.popleft()[1])
+
+    def _tell_drained(self) -> None:
+        self.on_drained()
+
+    # ------------------------------------------------------------------------------ receiving
+
+    def _readable(self) -> None:
+        turn = 0
+        try:
+            while self._open and turn < _TURN_BYTES:
+                if self._mac is not None:
+                    target = self._body[self._body_got : self._body_got + _STEP_BYTES]
+                else:
+                    target = self._view[self._stop :]
+                n = self._sock.recv_into(target)
+                if n == 0:
+                    self._fail("endpoint closed: the peer's socket is gone")
+                    return
+                if not self._reading:
+                    return  # we have said goodbye and only wait for the peer's end
+                if self._mac is not None:
+                    self._bulk_arrived(n)
+                else:
+                    self._stop += n
+                    self._parse()
+                    if self._mac is None and n < len(target):
+                        break  # the socket is most likely empty
+                turn += n
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._fail(f"endpoint closed: {error.strerror or error}")
+            return
+        except (AuthenticationError, ProtocolError) as error:
+            self._reading = False
+            self.on_violated(str(error))
+
+    def _parse(self) -> None:
+        """Deliver all whole messages and frames of the input buffer and keep the rest for the next call."""
+        start, stop, view = self._start, self._stop, self._view
+        while self._reading:
+            opener = self._opener
+            if opener is None:
+                taken = self._parse_message(start, stop)
+                if not taken:
+                    break
+                start += taken
+                continue
+            available = stop - start
+            if available < HEAD_BYTES:
+                break
+            head = read_head(view, start)
+            kind, n_header, n_payload, call_id = head
+            total = HEAD_BYTES + n_header + n_payload + TAG_BYTES
+            if total > INLINE_BYTES:
+                if available < HEAD_BYTES + TAG_BYTES:
+                    break
+                self._begin_large(head, start, stop)
+                return
+            if available < total:
+                break
+            frame = bytes(view[start : start + total])
+            opener.small(frame)
+            start += total
+            cut = HEAD_BYTES + n_header
+            payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
+            self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
+        rest = stop - start
+        if rest and start:
+            self._in[:rest] = bytes(view[start:stop])
+        self._start, self._stop = 0, rest
+
+    def _parse_message(self, start: int, stop: int) -> int:
+        """Deliver one handshake message; returns the bytes it took, 0 when it isn't whole yet."""
+        if stop - start < _LENGTH.size:
+            return 0
+        (length,) = _LENGTH.unpack_from(self._in, start)
+        if length > MAX_HANDSHAKE_BYTES:
+            raise AuthenticationError(f"handshake message of {length} bytes, limit {MAX_HANDSHAKE_BYTES}")
+        begin = start + _LENGTH.size
+        if stop - begin < length:
+            return 0
+        self.on_message(bytes(self._view[begin : begin + length]))
+        return _LENGTH.size + int(length)
+
+    def _begin_large(self, head: Head, start: int, stop: int) -> None:
+        """Check the head, allocate the frame's own buffer, and move what has arrived of it there."""
+        assert self._opener is not None
+        after = start + HEAD_BYTES
+        mac = self._opener.large(head, self._view[start:after], self._view[after : after + TAG_BYTES])
+        start = after + TAG_BYTES
+        self._head, self._mac = head, mac
+        self._body = aligned_buffer(head.header_bytes, head.payload_bytes + TAG_BYTES)
+        self._body_got = 0
+        n = min(stop - start, len(self._body))
+        self._body[:n] = self._view[start : start + n]
+        start += n
+        rest = stop - start
+        if rest:
+            self._in[:rest] = bytes(self._view[start:stop])
+        self._start, self._stop = 0, rest
+        if n:
+            self._bulk_arrived(n)
+        if rest:  # more than the large frame had arrived, so it's whole and delivered
+            self._parse()
+
+    def _bulk_arrived(self, n: int) -> None:
+        body, head, mac = self._body, self._head, self._mac
+        assert head is not None and mac is not None
+        end_of_data = len(body) - TAG_BYTES
+        mac.update(body[self._body_got : min(self._body_got + n, end_of_data)])
+        self._body_got += n
+        if self._body_got < len(body):
+            return
+        self._body, self._head, self._mac = _EMPTY, None, None
+        mac.check(body[end_of_data:])
+        payload = body[head.header_bytes : end_of_data].toreadonly()
+        self.on_frame(head.kind, head.call_id, bytes(body[: head.header_bytes]), payload)
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _fail(self, reason: str) -> None:
+        """The socket is gone."""
+        if not self._open:
+            return
+        lost = self.on_lost
+        self.abandon()
+        lost(reason)
+
+    def close(self, flush_s: float) -> None:
+        """Flush, send our end, wait shortly for the peer's, close: a close with unread input would reset the
+        connection, and the peer might never read why."""
+        self.silence()
+        self._reading = False
+        if not self._open:
+            return
+        self._closing = self._loop.call_later(flush_s, self.abandon)
+        self.flush()
+        if self._open and not self._writing:
+            self._say_end()
+
+    def _say_end(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.abandon()
+
+    def abandon(self) -> None:
+        self.silence()
+        if not self._open:
+            return
+        self._open = False
+        self._reading = False
+        if self._closing is not None:
+            self._closing.cancel()
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._sock.close()
+        self._pieces.clear()
+        self._backlog.clear()
+        self._handed_over.clear()
+        self._queued = 0
+
+
+class TcpPort(Port):
+    """A bound, listening socket."""
+
+    def __init__(self, loop: Loop, sock: socket.socket, accepted: Callable[[Wire], None]) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._accepted = accepted
+        self._open = True
+        self.address = _format_address(sock)
+        loop.add_reader(self._fd, self._acceptable)
+
+    def _acceptable(self) -> None:
         for _ in range(64):
+            if not self._open:
+                return
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -70,79 +411,37 @@ class TcpListener(Listener):
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise
-                logger.error("%s: can't accept: %s", self.address, error.strerror)
-                self._loop.remove_reader(self._sock.fileno())  # else the loop would spin until a descriptor is free
+                import logging
+
+                logging.getLogger(__name__).error("%s: can't accept: %s", self.address, error.strerror)
+                self._loop.remove_reader(self._fd)  # else the loop would spin until a descriptor is free
                 self._loop.call_later(0.5, self._resume)
                 return
             sock.setblocking(False)
-            if len(self._half_open) >= MAX_HALF_OPEN:
-                next(iter(self._half_open)).cancel()
-            task = self._loop.create_task(self._welcome(sock, str(address[0])))
-            self._half_open[task] = None
-            task.add_done_callback(lambda done: self._half_open.pop(done, None))
+            self._accepted(TcpWire(self._loop, sock, str(address[0])))
 
     def _resume(self) -> None:
-        if self._sock.fileno() >= 0:
-            self._loop.add_reader(self._sock.fileno(), self._on_acceptable)
+        if self._open:
+            self._loop.add_reader(self._fd, self._acceptable)
 
-    async def _welcome(self, sock: socket.socket, host: str) -> None:
-        """Authenticate one connection, then hand it to `_serve`. Every way out but success closes the socket."""
-        try:
-            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                _no_delay(sock)
-                acceptor = Acceptor(
-                    self._transport.credentials, any_term=self._any_term, version=self._transport.version
-                )
-                await _write(sock, acceptor.challenge(await _read(sock)))
-                if acceptor.error is not None:
-                    raise acceptor.error
-                message, keys = acceptor.welcome(await _read(sock))
-                await _write(sock, message)
-                if keys is None:
-                    raise acceptor.error or AuthenticationError("refused")
-        except (OSError, TimeoutError, MilesError) as error:
-            logger.warning(
-                "%s: connection from %s refused: %s", self.address, host, str(error) or "no handshake in time"
-            )
-            sock.close()
-            return
-        except BaseException:
-            sock.close()
-            raise
-        self._accepted.add(TcpEndpoint(sock, keys, self._handler, self._transport.limits, dialer=False))
-
-    async def close(self) -> None:
-        fd = self._sock.fileno()
-        if fd >= 0:
-            self._loop.remove_reader(fd)
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._fd)
             self._sock.close()
-        for task in list(self._half_open):
-            task.cancel()
-        await self._accepted.close()
 
 
-class TcpTransport(Transport):
-    """TCP with the shared handshake and frames. Addresses look like tcp://host:port, tcp://[::1]:port for IPv6."""
+class TcpCarrier(Carrier):
+    """Addresses look like tcp://10.1.2.3:4567, tcp://[fd00::1]:4567 for IPv6."""
 
-    def __init__(
-        self, credentials: Credentials, *, limits: Limits | None = None, version: int = PROTOCOL_VERSION
-    ) -> None:
-        self.credentials = credentials
-        self.limits = limits or Limits()
-        self.version = version
+    scheme = "tcp"
 
-    async def listen(
-        self,
-        handler: Handler,
-        *,
-        bind: str = "127.0.0.1",
-        on_connect: EndpointHook | None = None,
-        on_close: EndpointHook | None = None,
-        any_term: bool = False,
-    ) -> Listener:
-        loop = asyncio.get_running_loop()
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def listen(self, bind: str, accepted: Callable[[Wire], None]) -> Port:
         try:
-            found = await loop.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            found = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             try:
@@ -156,78 +455,75 @@ class TcpTransport(Transport):
                 f"can't listen on {bind!r}: {error.strerror or error}; "
                 "expected an address of this host, check the site's interface"
             ) from error
-        return TcpListener(self, sock, handler, on_connect, on_close, any_term)
+        return TcpPort(self._loop, sock, accepted)
 
-    async def connect(self, address: str, handler: Handler | None = None, *, deadline_s: float) -> TcpEndpoint:
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._connect(address, handler)
-        except TimeoutError:
-            raise DeadlineExpired(f"{address}: no connection after {deadline_s:.1f} s") from None
-
-    async def _connect(self, address: str, handler: Handler | None) -> TcpEndpoint:
-        sock = await _open_socket(address)
-        try:
-            dialer = Dialer(self.credentials, version=self.version)
-            try:
-                await _write(sock, dialer.opening())
-                proof = dialer.proof(await _read(sock))
-                await _write(sock, proof)
-            except OSError as error:
-                raise PeerLost(f"{address}: closed in the handshake: {error.strerror or error}") from error
-            try:
-                keys = dialer.finish(await _read(sock))
-            except OSError as error:
-                raise AuthenticationError(
-                    f"{address}: hung up on our proof; its run has another secret, or the process just died"
-                ) from error
-        except (AuthenticationError, FencedError) as error:
-            sock.close()
-            if str(error).startswith(address):
-                raise
-            raise type(error)(f"{address}: {error}") from error
-        except BaseException:
-            sock.close()
-            raise
-        endpoint = TcpEndpoint(sock, keys, handler, self.limits, dialer=True)
-        try:
-            await endpoint.admitted()
-        except BaseException:
-            endpoint._lost("connect was given up")
-            raise
-        return endpoint
-
-
-async def _open_socket(address: str) -> socket.socket:
-    """Connect to the first address that answers. Raises PeerLost."""
-    host, port = parse_address(address)
-    loop = asyncio.get_running_loop()
-    last: OSError = OSError("no address")
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        found, last = [], error
-    for family, _, _, _, target in found:
+    def dial(
+        self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
+    ) -> Callable[[], None]:
+        family, target = parse_address(address)
+        loop = self._loop
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            _no_delay(sock)
-            await loop.sock_connect(sock, target)
-            return sock
-        except OSError as error:
-            last = error
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-    raise PeerLost(f"{address}: can't connect: {last.strerror or last}")
+        code = sock.connect_ex(target)
+        fd = sock.fileno()
+        waiting = True
+
+        def give_up() -> None:
+            nonlocal waiting
+            if waiting:
+                waiting = False
+                loop.remove_writer(fd)
+                sock.close()
+
+        def writable() -> None:
+            nonlocal waiting
+            if not waiting:
+                return
+            waiting = False
+            loop.remove_writer(fd)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                sock.close()
+                failed(_no_connection(address, code))
+            else:
+                connected(TcpWire(loop, sock, address))
+
+        def refused() -> None:
+            nonlocal waiting
+            if waiting:
+                waiting = False
+                sock.close()
+                failed(_no_connection(address, code))
+
+        if code in (0, errno.EINPROGRESS):
+            loop.add_writer(fd, writable)
+        else:
+            loop.call_soon(refused)
+        return give_up
+
+    def chosen(self) -> dict[str, str]:
+        return {"transport": "tcp", "system": f"{os.uname().sysname} {os.uname().release}"}
+
+    def close(self) -> None:
+        return
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of tcp://host:port. Raises UserError."""
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not colon or not port.isdecimal() or not host:
-        raise UserError(f"address {address!r}: expected tcp://host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+def parse_address(address: str, scheme: str = "tcp") -> tuple[int, tuple[str, int]]:
+    """Address family and target of scheme://host:port with a numeric host. Raises UserError."""
+    host, colon, port = address.removeprefix(f"{scheme}://").rpartition(":")
+    wrong = UserError(f"address {address!r}: expected {scheme}://address:port with a numeric IPv4 or [IPv6] address")
+    if not address.startswith(f"{scheme}://") or not colon or not port.isdecimal() or int(port) > 65535 or not host:
+        raise wrong
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError as error:
+        raise wrong from error
+    family, _, _, _, target = found[0]
+    return family, target  # type: ignore[return-value]  # IPv6 targets carry scope and flow label as well
+
+
+def _no_connection(address: str, code: int) -> PeerLost:
+    return PeerLost(f"{address}: can't connect: {os.strerror(code)}")
 
 
 def _format_address(sock: socket.socket) -> str:
@@ -236,27 +532,7 @@ def _format_address(sock: socket.socket) -> str:
 
 
 def _no_delay(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-async def _read(sock: socket.socket) -> bytes:
-    """One handshake message; never more than it, what follows belongs to the frames. Raises OSError at the end."""
-    (length,) = _LENGTH.unpack(await _read_exactly(sock, _LENGTH.size))
-    if length > MAX_HANDSHAKE_BYTES:
-        raise AuthenticationError(f"handshake message of {length} bytes, limit {MAX_HANDSHAKE_BYTES}")
-    return await _read_exactly(sock, length)
-
-
-async def _read_exactly(sock: socket.socket, n: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < n:
-        piece = await loop.sock_recv(sock, n - len(data))
-        if not piece:
-            raise ConnectionError(errno.ECONNRESET, "the peer hung up")
-        data += piece
-    return data
-
-
-async def _write(sock: socket.socket, message: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(message)) + message)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError:
+        pass  # the peer is gone already; reading will tell

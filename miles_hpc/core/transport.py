@@ -14,7 +14,7 @@ one of its calls waits, all of its endpoints are served. The wire is the same: e
 | payload | raw buffers behind the header, delivered as one read-only memoryview; its memory lives as long as the view |
 | loss | a dead or closed peer fails every pending call with PeerLost at once; `closed` is set |
 | deadline | every call has one; expiry raises DeadlineExpired naming peer, message and elapsed time |
-| cancellation | a caller that gives up tells the peer; it stops the handlers of `Message.cancellable` types and of streams |
+| cancellation | a caller that gives up tells the peer, which stops handlers of `cancellable` messages and of streams |
 | back-pressure | a peer that doesn't answer takes at most a window of messages and bytes from us; then callers wait |
 | thread | everything runs in the loop or thread that made the endpoint; nothing here blocks an asyncio loop |
 
@@ -28,7 +28,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
@@ -71,20 +70,23 @@ class PeerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(msgspec.Struct, frozen=True, eq=False):
     """What a process needs to join: the run's secret and who it says it is.
 
     Attempt and term are part of the handshake's transcript. A listener refuses peers of another attempt always,
-    and of another term unless it was opened with `any_term`.
+    and of another term unless it was opened with `any_term`. A newer peer is proof that the listener's owner is
+    fenced: `on_newer` is called with its identity then, in the listener's loop or thread, and must not wait.
     """
 
     secret: bytes
     identity: PeerIdentity
+    on_newer: Callable[[PeerIdentity], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Credentials(identity={self.identity!r})"  # never the secret
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """What a call returns, and what a stream yields. `payload` is empty when the peer sent none."""
 
     message: Message
@@ -93,9 +95,9 @@ class Reply:
 
 HandlerResult: TypeAlias = Message | tuple[Message, Sequence[Buffer]] | None
 Answer: TypeAlias = Union[HandlerResult, AsyncIterator[HandlerResult], Iterator[HandlerResult]]  # noqa: UP007
-Handler: TypeAlias = Callable[["Endpoint", Message, memoryview], Union[Answer, Awaitable[Answer]]]
+Handler: TypeAlias = Callable[["Endpoint", Message, memoryview], Answer | Awaitable[Answer]]
 BlockingHandler: TypeAlias = Callable[
-    ["BlockingEndpoint", Message, memoryview], Union[HandlerResult, Iterator[HandlerResult]]
+    ["BlockingEndpoint", Message, memoryview], HandlerResult | Iterator[HandlerResult]
 ]
 
 # ------------------------------------------------------------------------------------------------ asyncio
@@ -160,8 +162,9 @@ class Transport(ABC):
         """Bind a port chosen by the system on address `bind`, then accept.
 
         `on_connect` runs after authentication and before any message of that endpoint is handled; raising in it
-        refuses the peer. `on_close` runs once per accepted endpoint. A peer of another term is refused with a
-        FencedError on its side unless `any_term` is set (an engine outlives terms; its host's agent adopts new ones).
+        refuses the peer. `on_close` runs once per accepted endpoint. A peer of another term is refused unless
+        `any_term` is set (an engine outlives terms; its host's agent adopts new ones): an older peer gets a
+        FencedError, a newer one a PeerLost, since it is this listener that is left over.
         """
 
     @abstractmethod
@@ -254,9 +257,7 @@ class BlockingTransport(ABC):
         """As Transport.listen."""
 
     @abstractmethod
-    def connect(
-        self, address: str, handler: BlockingHandler | None = None, *, deadline_s: float
-    ) -> BlockingEndpoint:
+    def connect(self, address: str, handler: BlockingHandler | None = None, *, deadline_s: float) -> BlockingEndpoint:
         """As Transport.connect."""
 
     @abstractmethod

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from miles_hpc.control.auth import new_secret
-from miles_hpc.control.loopback import LoopbackTransport
+from miles_hpc.control.frames import Limits
 from miles_hpc.control.opening import open_transport
-from miles_hpc.control.tcp import TcpTransport
 from miles_hpc.core.errors import (
     AuthenticationError,
     DeadlineExpired,
@@ -39,6 +38,7 @@ from miles_hpc.core.messages import (
 )
 from miles_hpc.core.transport import Buffer, Credentials, Endpoint, Listener, PeerIdentity, Transport
 from miles_hpc.core.types import WeightVersion
+from miles_hpc.core.version import PROTOCOL_VERSION
 
 SECRET = new_secret()
 WAIT_S = 60.0  # a bound against hanging, not an expectation
@@ -60,16 +60,10 @@ def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: in
     return Credentials(secret, identity)
 
 
-def make(kind: str, name: str, *, version: int | None = None, **who: Any) -> Transport:
-    if version is None:
-        return open_transport(kind, credentials(name, **who))
-    if kind == "loopback":
-        return LoopbackTransport(credentials(name, **who), version=version)
-    if kind == "tcp":
-        return TcpTransport(credentials(name, **who), version=version)
-    from miles_hpc.control.ucx import UcxTransport
-
-    return UcxTransport(credentials(name, **who), version=version)
+def make(
+    kind: str, name: str, *, version: int = PROTOCOL_VERSION, limits: Limits | None = None, **who: Any
+) -> Transport:
+    return open_transport(kind, credentials(name, **who), version=version, limits=limits)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -476,16 +470,20 @@ def test_on_connect_may_call_the_dialer_before_it_is_admitted(kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_strangers_are_refused(kind: str) -> None:
     async def main() -> None:
-        listener = await make(kind, "listener").listen(echo)
+        listener = await make(kind, "listener", attempt=2, term=7).listen(echo)
         with pytest.raises(AuthenticationError):
             await make(kind, "stranger", secret=new_secret()).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(FencedError, match=r"attempt 2.*attempt 1"):
-            await make(kind, "old", attempt=2).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(FencedError, match=r"term 7.*term 1"):
-            await make(kind, "old", term=7).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(AuthenticationError, match="version 1 at the peer, 9 here"):
+        with pytest.raises(FencedError, match=r"attempt 1.*attempt 2"):
+            await make(kind, "old", attempt=1, term=7).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(FencedError, match=r"term 1.*term 7"):
+            await make(kind, "old", attempt=2, term=1).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(PeerLost, match=r"attempt 3.*attempt 2"):  # it is the listener that was left over
+            await make(kind, "newer", attempt=3, term=8).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(PeerLost, match=r"term 8.*term 7"):
+            await make(kind, "newer", attempt=2, term=8).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(AuthenticationError, match=f"version {PROTOCOL_VERSION} at the peer, 9 here"):
             await make(kind, "new", version=9).connect(listener.address, deadline_s=WAIT_S)
-        friend = await make(kind, "friend").connect(listener.address, deadline_s=WAIT_S)
+        friend = await make(kind, "friend", attempt=2, term=7).connect(listener.address, deadline_s=WAIT_S)
         assert (await friend.call(Heartbeat(), deadline_s=WAIT_S)).message == Heartbeat()
         await friend.close()
         await listener.close()
@@ -502,7 +500,9 @@ def test_any_term_accepts_other_terms_of_the_same_attempt(kind: str) -> None:
         await endpoint.call(Heartbeat(), deadline_s=WAIT_S)
         await endpoint.close()
         with pytest.raises(FencedError):
-            await make(kind, "old", attempt=2).connect(listener.address, deadline_s=WAIT_S)
+            await make(kind, "old", attempt=0, term=9).connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(PeerLost):
+            await make(kind, "newer", attempt=2).connect(listener.address, deadline_s=WAIT_S)
         await listener.close()
 
     run(main)

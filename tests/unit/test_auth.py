@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_hpc.control.auth import (
+    DEFAULT_WINDOW,
     MAX_HANDSHAKE_BYTES,
     SECRET_BYTES,
     Acceptor,
     Dialer,
     SessionKeys,
+    StaleListener,
     load_secret,
     new_secret,
 )
-from miles_hpc.core.errors import AuthenticationError, FencedError, MilesError, UserError
+from miles_hpc.core.errors import AuthenticationError, FencedError, MilesError, PeerLost, UserError
 from miles_hpc.core.transport import Credentials, PeerIdentity
 
 SECRET = bytes(range(32))
@@ -127,28 +129,84 @@ def test_a_short_secret_is_refused() -> None:
         Dialer(credentials(secret=b"short"))
 
 
+def test_each_side_learns_the_receive_window_of_the_other() -> None:
+    dialer = Dialer(credentials("dialer"), window=(7, 1 << 20))
+    keys, accepted = shake(dialer, Acceptor(credentials("listener"), window=(9, 1 << 40)))
+    assert keys.peer_window == (9, 1 << 40)
+    assert accepted.peer_window == (7, 1 << 20)
+    keys, accepted = shake(Dialer(credentials()), Acceptor(credentials()))
+    assert keys.peer_window == accepted.peer_window == DEFAULT_WINDOW == (4096, 64 << 20)
+
+
+@pytest.mark.parametrize("window", [(0, 1), (1, 0), (-1, 5), (5, -1)])
+def test_a_window_of_nothing_is_refused_on_both_sides_of_the_wire(window: tuple[int, int]) -> None:
+    with pytest.raises(UserError, match="at least one of each"):
+        Dialer(credentials(), window=window)
+    with pytest.raises(UserError, match="at least one of each"):
+        Acceptor(credentials(), window=window)
+    honest = Dialer(credentials())
+    honest._hello = msgspec.structs.replace(honest._hello, window_messages=window[0], window_bytes=window[1])
+    acceptor = Acceptor(credentials())
+    with pytest.raises(AuthenticationError, match="can't be read"):
+        acceptor.welcome(honest.proof(acceptor.challenge(honest.opening())))
+
+
 @pytest.mark.parametrize(
     ("dialer", "listener", "any_term", "refused"),
     [
-        ({}, {}, False, ""),
-        ({"term": 2}, {"term": 1}, True, ""),
-        ({"term": 1}, {"term": 2}, True, ""),
-        ({"term": 1}, {"term": 2}, False, "attempt 1, term 1.*attempt 1, term 2"),
-        ({"term": 3}, {"term": 2}, False, "term 3.*term 2"),
-        ({"attempt": 1}, {"attempt": 2}, False, "attempt 1.*attempt 2"),
-        ({"attempt": 1}, {"attempt": 2}, True, "attempt 1.*attempt 2"),
+        ({}, {}, False, None),
+        ({"term": 2}, {"term": 1}, True, None),
+        ({"term": 1}, {"term": 2}, True, None),
+        ({"term": 1}, {"term": 2}, False, FencedError),
+        ({"term": 3}, {"term": 2}, False, StaleListener),
+        ({"attempt": 1}, {"attempt": 2}, False, FencedError),
+        ({"attempt": 1}, {"attempt": 2}, True, FencedError),
+        ({"attempt": 2}, {"attempt": 1}, False, StaleListener),
+        ({"attempt": 2}, {"attempt": 1}, True, StaleListener),
+        # attempts come before terms: a late claim of an old attempt is no evidence against a newer one
+        ({"attempt": 2, "term": 4}, {"attempt": 1, "term": 5}, False, StaleListener),
+        ({"attempt": 1, "term": 5}, {"attempt": 2, "term": 4}, False, FencedError),
     ],
 )
-def test_attempt_and_term(dialer: dict[str, int], listener: dict[str, int], any_term: bool, refused: str) -> None:
-    d, a = Dialer(credentials(**dialer)), Acceptor(credentials(**listener), any_term=any_term)
-    if not refused:
+def test_the_older_side_gives_way(
+    dialer: dict[str, int], listener: dict[str, int], any_term: bool, refused: type[MilesError] | None
+) -> None:
+    newer: list[PeerIdentity] = []
+    ours = msgspec.structs.replace(credentials("l", **listener), on_newer=newer.append)
+    d, a = Dialer(credentials("d", **dialer)), Acceptor(ours, any_term=any_term)
+    if refused is None:
         shake(d, a)
+        assert newer == []
         return
     welcome, accepted = a.welcome(d.proof(a.challenge(d.opening())))
     assert accepted is None
     assert isinstance(a.error, FencedError)
-    with pytest.raises(FencedError, match=refused):
+    with pytest.raises(refused) as seen:
         d.finish(welcome)
+    for side in (dialer, listener):
+        assert f"attempt {side.get('attempt', 1)}, term {side.get('term', 1)}" in str(seen.value)
+    # a listener that was shown to be left over hears it, with who proved it; nobody else does
+    assert [peer.name for peer in newer] == (["d"] if refused is StaleListener else [])
+    assert isinstance(seen.value, PeerLost) == (refused is StaleListener)
+
+
+def test_nobody_without_the_secret_makes_a_listener_believe_that_it_is_fenced() -> None:
+    newer: list[PeerIdentity] = []
+    listener = Acceptor(msgspec.structs.replace(credentials(), on_newer=newer.append))
+    stranger = Dialer(credentials(secret=new_secret(), attempt=9, term=9))
+    with pytest.raises(AuthenticationError):
+        listener.welcome(stranger.proof(listener.challenge(stranger.opening())))
+    assert newer == []
+
+
+def test_no_secret_is_in_what_is_logged() -> None:
+    secret = new_secret()
+    keys, _ = shake(Dialer(credentials(secret=secret)), Acceptor(credentials(secret=secret)))
+    text = repr(credentials(secret=secret)) + repr(keys)
+    assert "trainer" in text
+    for hidden in (secret, keys.send_key, keys.receive_key):
+        assert repr(hidden) not in text
+        assert hidden.hex() not in text
 
 
 def test_other_protocol_version_is_named_on_both_sides() -> None:
@@ -186,8 +244,10 @@ def test_reflected_messages_are_refused() -> None:
 def test_man_in_the_middle_cannot_join_two_honest_sides_with_changed_identities() -> None:
     dialer, acceptor = Dialer(credentials("d", term=1)), Acceptor(credentials("l", term=2))
     proof = dialer.proof(acceptor.challenge(dialer.opening()))
-    identity = msgspec.msgpack.decode(proof[32:], type=PeerIdentity)
-    raised = msgspec.msgpack.encode(msgspec.structs.replace(identity, term=2))
+    hello = msgspec.msgpack.decode(proof[32:])
+    assert hello["identity"]["term"] == 1
+    hello["identity"]["term"] = 2
+    raised = msgspec.msgpack.encode(hello)
     with pytest.raises(AuthenticationError):
         acceptor.welcome(proof[:32] + raised)
 

@@ -1,0 +1,191 @@
+"""The event loop of the blocking face: descriptors, timers and callbacks, run only while somebody waits.
+
+It has the few methods of asyncio's loops that wires and conversations use (wire.Loop). `run_until` may be called from a
+callback: the inner call serves everything, the outer one goes on after it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PlainLoop"]
+
+_READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+_WRITE = select.EPOLLOUT
+_WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
+_LONGEST_WAIT_S = 3600.0
+
+
+class _Timer:
+    __slots__ = ("args", "at", "callback")
+
+    def __init__(self, at: float, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.at = at
+        self.callback: Callable[..., Any] | None = callback
+        self.args = args
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class PlainLoop:
+    """One thread's loop. Only `call_soon_threadsafe` may be called from elsewhere.
+
+    `spin_s`: how long a wait looks for events again and again before it sleeps; lower latency, but a busy core.
+    """
+
+    def __init__(self, *, spin_s: float = 0.0) -> None:
+        self.spin_s = spin_s
+        self._epoll = select.epoll()
+        self._readers: dict[int, Callable[..., Any]] = {}
+        self._writers: dict[int, Callable[..., Any]] = {}
+        self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._numbers = itertools.count()
+        self._wake_fd = -1
+        self._thread = threading.get_ident()
+        self.time = time.monotonic
+
+    # ------------------------------------------------------------------------------ what asyncio's loops have
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        self._ready.append((callback, args))
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> None:
+        self._ready.append((callback, args))  # a deque's append is atomic
+        if self._wake_fd >= 0 and threading.get_ident() != self._thread:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> _Timer:
+        timer = _Timer(self.time() + delay, callback, args)
+        heapq.heappush(self._timers, (timer.at, next(self._numbers), timer))
+        return timer
+
+    def add_reader(self, fd: int, callback: Callable[..., Any]) -> None:
+        self._readers[fd] = callback
+        self._register(fd)
+
+    def remove_reader(self, fd: int) -> None:
+        if self._readers.pop(fd, None) is not None:
+            self._register(fd)
+
+    def add_writer(self, fd: int, callback: Callable[..., Any]) -> None:
+        self._writers[fd] = callback
+        self._register(fd)
+
+    def remove_writer(self, fd: int) -> None:
+        if self._writers.pop(fd, None) is not None:
+            self._register(fd)
+
+    def _register(self, fd: int) -> None:
+        mask = (_READ if fd in self._readers else 0) | (_WRITE if fd in self._writers else 0)
+        if not mask:
+            self._epoll.unregister(fd)
+            return
+        try:
+            self._epoll.modify(fd, mask)
+        except FileNotFoundError:
+            self._epoll.register(fd, mask)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a descriptor is watched or a callback waits; timers don't count."""
+        return bool(self._ready or self._writers or self._readers.keys() - {self._wake_fd})
+
+    # ------------------------------------------------------------------------------ running
+
+    def wakeable(self) -> None:
+        """Let `call_soon_threadsafe` end a wait; for wires whose other end is another thread."""
+        if self._wake_fd < 0:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self.add_reader(self._wake_fd, self._woken)
+
+    def _woken(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+
+    def run_until(self, done: Callable[[], bool], end: float | None = None) -> bool:
+        """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False."""
+        ready, timers, time = self._ready, self._timers, self.time
+        readers, writers = self._readers, self._writers
+        while True:
+            for _ in range(len(ready)):
+                if not ready:  # an inner run_until was quicker
+                    break
+                callback, args = ready.popleft()
+                try:
+                    callback(*args)
+                except Exception:
+                    _report(callback)
+            if timers and timers[0][0] <= time():
+                self._fire_timers()
+            if done():
+                return True
+            timeout = 0.0
+            if not ready:
+                timeout = _LONGEST_WAIT_S
+                if end is not None or timers:
+                    now = time()
+                    if end is not None:
+                        if now >= end:
+                            return False
+                        timeout = min(timeout, end - now)
+                    if timers:
+                        timeout = min(timeout, max(0.0, timers[0][0] - now))
+            for fd, mask in self._look(timeout):
+                try:
+                    if mask & _READ:
+                        callback = readers.get(fd, _nothing)
+                        callback()
+                    if mask & _WRITABLE:
+                        callback = writers.get(fd, _nothing)
+                        callback()
+                except Exception:
+                    _report(callback)
+
+    def _look(self, timeout: float) -> list[tuple[int, int]]:
+        if self.spin_s and timeout:
+            end = self.time() + min(self.spin_s, timeout)
+            while self.time() < end:
+                events = self._epoll.poll(0)
+                if events or self._ready:
+                    return events
+        return self._epoll.poll(timeout)
+
+    def _fire_timers(self) -> None:
+        now = self.time()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.callback is not None:
+                try:
+                    timer.callback(*timer.args)
+                except Exception:
+                    _report(timer.callback)
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        self._epoll.close()
+
+
+def _nothing() -> None:
+    return
+
+
+def _report(callback: Callable[..., Any]) -> None:
+    """As asyncio does: an error of one callback must not end what others wait for."""
+    import logging
+
+    logging.getLogger(__name__).exception("callback %r failed", callback)
