@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.control.opening import open_transport
+from miles_hpc.control.opening import open_blocking_transport, open_transport
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.messages import Ack, FetchPieces, Heartbeat, Message, PieceBucket, ScoreTokens
 from miles_hpc.core.transport import BlockingTransport, Credentials, HandlerResult, PeerIdentity, Transport
@@ -46,18 +46,12 @@ def credentials(folder: Path, role: str, rank: int) -> Credentials:
     return Credentials(path.read_bytes(), identity)
 
 
-def new_session(folder: Path) -> None:
-    """Make the session's secret."""
+def new_session(folder: Path) -> Path:
+    """Make the session's secret; returns its file."""
     path = folder / _SECRET_FILE
     path.touch(mode=0o600)
     path.write_bytes(os.urandom(_SECRET_BYTES))
-
-
-def open_blocking(kind: str, mine: Credentials) -> BlockingTransport:
-    """The blocking face of a transport."""
-    from miles_hpc.control.opening import open_blocking_transport
-
-    return open_blocking_transport(kind, mine)
+    return path
 
 
 class Answering:
@@ -120,10 +114,14 @@ class _Ours(Arm):
 
 class BlockingOurs(_Ours):
     face = "blocking"
+    spin_s: float | None = None  # the transport's own default
+    _transport: BlockingTransport
 
     def start(self, n_peers: int) -> None:
         found = self._addresses(n_peers)
-        self._transport = open_blocking(self._kind, credentials(self._session, "controller", 0))
+        self._transport = open_blocking_transport(
+            self._kind, credentials(self._session, "controller", 0), spin_s=self.spin_s
+        )
         self._endpoints = [self._transport.connect(address, deadline_s=DEADLINE_S) for address in found]
 
     def operation(self, cell: Cell) -> Callable[[], object]:
@@ -154,6 +152,13 @@ class BlockingOurs(_Ours):
 
     def describe(self) -> dict[str, str]:
         return self._transport.chosen()
+
+
+class NoSpinOurs(BlockingOurs):
+    """Waits sleep at once, on both sides."""
+
+    face = "nospin"
+    spin_s = 0.0
 
 
 class AsyncioOurs(_Ours):
@@ -259,9 +264,14 @@ def preload() -> None:
     """Import what peers need before they are forked."""
 
 
-def serve_blocking(index: int, folder: Path, kind: str, session: str) -> None:
+def serve_nospin(index: int, folder: Path, kind: str, session: str) -> None:
+    """As serve_blocking, sleeping at once."""
+    serve_blocking(index, folder, kind, session, spin_s=0.0)
+
+
+def serve_blocking(index: int, folder: Path, kind: str, session: str, spin_s: float | None = None) -> None:
     """A peer with the blocking face, until it is killed."""
-    transport = open_blocking(kind, credentials(Path(session), "rollout", index))
+    transport = open_blocking_transport(kind, credentials(Path(session), "rollout", index), spin_s=spin_s)
     listener = transport.listen(Answering())
     publish(folder, index, listener.address)
     transport.serve(lambda: False)

@@ -1,8 +1,8 @@
 """Ray: synchronous actor calls, batches of asynchronous ones, numpy arrays as argument and result.
 
 What Ray is given: numpy arrays, which its workers map from shared memory without a copy; an object store of 1 GiB; no
-dashboard, no log forwarding, no usage report. Where a cell says apart, all threads of caller and actor are pinned; its
-servers never are, and they stay up while other arms are measured.
+dashboard, no log forwarding, no usage report. Its token authentication is on, as ours is. Where a cell says apart, all
+threads of caller and actor are pinned; its servers never are, and they stay up while other arms are measured.
 """
 
 from __future__ import annotations

@@ -3,20 +3,20 @@
 A cell is one operation that is timed over and over: begin `window` calls on each of `peers` peers, then wait for all
 answers. So window 1 on one peer is a synchronous call, window 64 a batch, and window 1 on 64 peers a round.
 
-Placement decides a lot: a halted core of a virtual machine takes some 50 us to wake, so two processes that sleep and wake
-each other are ten times faster on one core than on two, while a batch gains from two. Cells with one peer are measured
-in both placements, and each arm counts with its better one.
+Placement decides a lot. A halted core of a virtual machine takes some 50 us to wake, so two processes that sleep and
+wake each other are ten times faster on one core than on two, while a batch gains from two. Cells with one peer are
+measured in both placements, and each arm counts with its better one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from miles_hpc.core.errors import UserError
 
-__all__ = ["ARMS", "GOALS", "ArmSpec", "Cell", "Goal", "Settings", "full", "quick", "select"]
+__all__ = ["ARMS", "GOALS", "ArmSpec", "Cell", "Goal", "Settings", "adjusted", "full", "quick", "select"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -57,17 +57,20 @@ class ArmSpec:
     full_only: bool = False
 
 
-def _ours(transport: str, face: str) -> ArmSpec:
+def _ours(transport: str, face: str, *, full_only: bool = False) -> ArmSpec:
     about = f"ours over {transport}, {face} face on both sides, MACs on"
+    if face == "nospin":
+        about = f"ours over {transport}, blocking face that sleeps at once (spin_s=0), MACs on"
     if transport == "loopback":
         about = f"ours within one process, {face} face: no sockets, no frame MACs"
     return ArmSpec(
         name=f"ours-{transport}-{face}",
         about=about,
         module="tools.bench_control.arm_ours",
-        cls="BlockingOurs" if face == "blocking" else "AsyncioOurs",
+        cls={"blocking": "BlockingOurs", "nospin": "NoSpinOurs", "asyncio": "AsyncioOurs"}[face],
         options=(transport,),
         mpi=transport == "mpi",
+        full_only=full_only,
     )
 
 
@@ -120,8 +123,10 @@ ARMS: dict[str, ArmSpec] = {
             mpi=True,
         ),
         _ours("tcp", "blocking"),
+        _ours("tcp", "nospin"),
         _ours("tcp", "asyncio"),
         _ours("ucx", "blocking"),
+        _ours("ucx", "nospin", full_only=True),
         _ours("ucx", "asyncio"),
         _ours("mpi", "blocking"),
         _ours("mpi", "asyncio"),
@@ -142,7 +147,7 @@ class Settings:
     """How much is measured. `budget_s` bounds the repeats: none begins that wouldn't fit."""
 
     cells: tuple[Cell, ...]
-    startup: Cell
+    startup: tuple[Cell, ...]
     repeats: int
     startup_repeats: int
     budget_s: float
@@ -170,6 +175,10 @@ def _cells(*, calls: int, batches: int, bulk: int, round_limit_s: float) -> tupl
     return (*one, *apart, *many)
 
 
+def _start(n: int, *, limit_s: float) -> Cell:
+    return Cell(name=f"start of {n}", peers=n, placement="any", limit_s=limit_s)
+
+
 def quick() -> Settings:
     """Within 50 s on 2 cores."""
     skipped = {("ray", 64): "64 actors take too long to start for --quick"}
@@ -177,7 +186,7 @@ def quick() -> Settings:
         skipped[arm, 64] = "a world of 65 ranks takes too long for --quick"
     return Settings(
         cells=_cells(calls=400, batches=20, bulk=8, round_limit_s=2.0),
-        startup=Cell(name="start of 64", peers=64, placement="any", limit_s=30.0),
+        startup=(_start(64, limit_s=30.0),),
         repeats=3,
         startup_repeats=2,
         budget_s=45.0,
@@ -190,12 +199,32 @@ def full() -> Settings:
     """About ten minutes on 2 cores."""
     return Settings(
         cells=_cells(calls=2000, batches=60, bulk=24, round_limit_s=10.0),
-        startup=Cell(name="start of 64", peers=64, placement="any", limit_s=180.0),
+        startup=(_start(8, limit_s=120.0), _start(64, limit_s=300.0)),
         repeats=7,
         startup_repeats=5,
         budget_s=600.0,
         quick=False,
         skipped={},
+    )
+
+
+def adjusted(settings: Settings, *, repeats: int | None, scale: float) -> Settings:
+    """With another number of repeats, and all numbers of operations multiplied. Raises UserError."""
+    if repeats is not None and repeats < 1:
+        raise UserError(f"--repeats {repeats}: expected 1 or more")
+    if not 0 < scale <= 100:
+        raise UserError(f"--scale {scale}: expected a factor above 0, 100 at most")
+
+    def scaled(cell: Cell) -> Cell:
+        operations = max(2, round(cell.operations * scale))
+        return msgspec.structs.replace(cell, operations=operations, warmup=max(1, round(cell.warmup * scale)))
+
+    cells = settings.cells if scale == 1.0 else tuple(scaled(cell) for cell in settings.cells)
+    return replace(
+        settings,
+        cells=cells,
+        repeats=repeats or settings.repeats,
+        startup_repeats=repeats or settings.startup_repeats,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -96,6 +97,11 @@ class Session:
         stage.mkdir()
         return self.ask(Ask(do="start", n_peers=n_peers, folder=str(stage)), deadline_s)
 
+    def lanes(self) -> dict[str, str]:
+        """Which transports and devices UCX took, from its own log: "... cfg#3 tag(tcp/lo tcp/eth0)"."""
+        found = dict.fromkeys(re.findall(r"cfg#\d+ (\S.*)", self._log.read_text(errors="replace")))
+        return {"UCX lanes": "; ".join(found)} if found else {}
+
     def close(self, deadline_s: float = 20.0) -> None:
         """Ask it to end, then end by pid what is left of it and of its descendants."""
         self._family = descendants(self._process.pid)
@@ -120,7 +126,7 @@ class Session:
         return lines[-1][-300:] if lines else "it said nothing"
 
 
-def environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """For callers: this repository on the path, one numpy thread, quiet libraries, root allowed to run MPI."""
     environ = dict(os.environ)
     environ.update(
@@ -129,6 +135,7 @@ def environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
         OPENBLAS_NUM_THREADS="1",
         OMP_NUM_THREADS="1",
         UCX_WARN_UNUSED_ENV_VARS="n",
+        UCX_LOG_LEVEL="info",  # one line per endpoint with what it uses; nothing per message
         HYDRA_LAUNCHER="fork",
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
