@@ -7,14 +7,17 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_hpc.core import env, exits
 from miles_hpc.core.errors import DeadlineExpired, FencedError, UserError
 
 if TYPE_CHECKING:
-    from miles_hpc.control.agent import Agent
+    from miles_hpc.control.agent import AgentApp, AgentIdentity
+    from miles_hpc.core.config import RunConfig, SiteConfig
+    from miles_hpc.core.paths import RunPaths
 
 
 def main() -> int:
@@ -27,7 +30,7 @@ def main() -> int:
     parser.add_argument("--host-prefix", default="", help="without Slurm: the host is the prefix and the rank plus one")
     args = parser.parse_args()
 
-    from miles_hpc.control.agent import Agent, AgentApp, AgentIdentity
+    from miles_hpc.control.agent import Agent, AgentIdentity
     from miles_hpc.control.auth import load_secret
     from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
@@ -49,26 +52,13 @@ def main() -> int:
             incarnation=args.incarnation,
             rank=rank,
         )
-        interface = run.control.interface or site.interface
-        app: AgentApp
-        if args.role == "trainer":
-            from miles_hpc.trainer.agent_app import TrainerApp
-
-            app = TrainerApp(paths, identity, stopped_s=run.control.lost_after_s)
-        elif args.role == "rollout":
-            from miles_hpc.rollout.agent_app import RolloutApp
-
-            app = RolloutApp(run, paths, identity, secret)
-        else:
-            from miles_hpc.rollout.agent_app import SandboxApp
-
-            app = SandboxApp(run, paths, identity, secret, interface)
+        app = make_app(args.role, run, site, paths, identity, secret)
     except UserError as error:
         print(f"agent: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
     agent = Agent(identity, app, paths, run.control, secret)
     try:
-        return asyncio.run(_until_terminated(agent))
+        return asyncio.run(until_terminated(agent.run()))
     except FencedError as error:
         print(f"agent {name}: fenced: {error}", file=sys.stderr)
         return exits.FENCED
@@ -77,9 +67,24 @@ def main() -> int:
         return exits.FAILED
 
 
-async def _until_terminated(agent: Agent) -> int:
-    """Run the agent; SIGTERM cancels it, so that its children end before it does."""
-    task = asyncio.create_task(agent.run())
+def make_app(
+    role: str, run: RunConfig, site: SiteConfig, paths: RunPaths, identity: AgentIdentity, secret: bytes
+) -> AgentApp:
+    """What an agent of this role does on its node."""
+    if role == "trainer":
+        from miles_hpc.trainer.agent_app import TrainerApp
+
+        return TrainerApp(paths, identity, stopped_s=run.control.lost_after_s)
+    from miles_hpc.rollout.agent_app import RolloutApp, SandboxApp
+
+    if role == "rollout":
+        return RolloutApp(run, paths, identity, secret)
+    return SandboxApp(run, paths, identity, secret, run.control.interface or site.interface)
+
+
+async def until_terminated(work: Coroutine[Any, Any, int]) -> int:
+    """Run an agent; SIGTERM cancels it, so that its children end before it does."""
+    task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)

@@ -60,6 +60,7 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
     """Build the engine, listen, publish the address, and wait for one of the ends."""
     from checkpoints.publish import publish_bytes
     from miles_hpc.control.auth import load_secret
+    from miles_hpc.control.multihomed import connect_any, split_addresses
     from miles_hpc.control.opening import open_transport
     from miles_hpc.core.registry import resolve
     from miles_hpc.core.transport import Credentials, Endpoint, PeerIdentity
@@ -77,11 +78,11 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
             attempt=args.attempt,
             term=term,
         )
-        return Credentials(secret=secret, identity=identity)
+        return Credentials(secret=secret, identity=identity, on_newer=lambda peer: server.stopped.set())
 
     async def connect(address: str, deadline_s: float) -> Endpoint:
         transport = open_transport(run.control.transport, credentials(server.newest_term))
-        return await transport.connect(address, deadline_s=deadline_s)
+        return await connect_any(transport, split_addresses(address), deadline_s=deadline_s)
 
     engine = resolve("engine", run.rollout.engine)(
         EngineSpec(

@@ -23,7 +23,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from miles_hpc.control.auth import load_secret
-    from miles_hpc.control.terms import claim_attempt
+    from miles_hpc.control.terms import claim_attempt, newest_attempt
     from miles_hpc.controller.steps import SlurmStarter
     from miles_hpc.controller.supervisor import Supervisor
     from miles_hpc.core.load import load_prepared
@@ -48,6 +48,9 @@ def main() -> int:
         return exits.USER_ERROR
     code = asyncio.run(supervisor.run())
     if code == exits.NEXT_ALLOCATION and not supervisor.terminated:
+        if newest_attempt(paths) > attempt:
+            print("supervisor: the run was started elsewhere already: no next allocation from here", flush=True)
+            return exits.FENCED
         _next_allocation(slurm, site.requeue, job_id, paths)
     return code
 

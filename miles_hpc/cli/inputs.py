@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from checkpoints.journal import read_journals
 from checkpoints.lineage import account
 from checkpoints.manifest import newest_complete
 from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
-from miles_hpc.cluster.site import site_folders, site_name, template_folders
+from miles_hpc.cluster.site import role_environment, site_folders, site_name, source_root, template_folders
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
@@ -29,6 +30,7 @@ __all__ = [
     "complete_at",
     "find_run_dir",
     "find_run_file",
+    "launcher_environment",
     "materialise_model",
     "read_inputs",
     "render",
@@ -123,3 +125,13 @@ def materialise_model(run: RunConfig, paths: RunPaths) -> None:
     from miles_hpc.rollout.session.tokenizer import write_model_folder
 
     write_model_folder(run, paths.model)
+
+
+def launcher_environment(run: RunConfig, site: SiteConfig) -> dict[str, str]:
+    """The environment of a launcher that a command becomes, as the batch script makes it for jobs."""
+    root = source_root()
+    import_path = [*([str(root)] if root is not None else []), *run.python_path]
+    environment = {**os.environ, **role_environment(site, nodes=1), "PYTHONSAFEPATH": "1"}
+    if import_path:
+        environment["PYTHONPATH"] = ":".join(import_path)
+    return environment

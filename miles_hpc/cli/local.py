@@ -6,8 +6,13 @@ import argparse
 import os
 import sys
 
-from miles_hpc.cli.inputs import check_environment, check_model, materialise_model, read_inputs
-from miles_hpc.cluster.site import role_environment, source_root
+from miles_hpc.cli.inputs import (
+    check_environment,
+    check_model,
+    launcher_environment,
+    materialise_model,
+    read_inputs,
+)
 from miles_hpc.cluster.submit import check_owner, prepare
 from miles_hpc.core.errors import UserError
 
@@ -23,12 +28,7 @@ def main(args: argparse.Namespace) -> int:
     check_environment(inputs.run)
     check_model(inputs.run)
     prepare(inputs.run, inputs.site, inputs.paths, source=inputs.source, materialise=materialise_model)
-    root = source_root()
-    import_path = [*([str(root)] if root is not None else []), *inputs.run.python_path]
-    environment = {**os.environ, **role_environment(inputs.site, nodes=1), "PYTHONSAFEPATH": "1"}
-    if import_path:
-        environment["PYTHONPATH"] = ":".join(import_path)
     sys.stdout.flush()
     # A program of the layer above is started, not imported.
     command = [sys.executable, "-P", "-m", "launchers.local", "--run-dir", str(inputs.paths.root)]
-    os.execve(command[0], command, environment)
+    os.execve(command[0], command, launcher_environment(inputs.run, inputs.site))

@@ -63,6 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--watch", action="store_true", help="follow the run after submitting")
 
+    command = _dir_command(commands, "join", "lend this machine to a run that is going on, as one more host")
+    command.add_argument("--role", choices=["rollout", "sandbox"], default="rollout", help="default: rollout")
+    command.add_argument(
+        "--wait",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for the run, and after an allocation of it for the next one; default: 600",
+    )
+    command.add_argument("--host", default="", help="name in the run; default: made of node, job and task")
+
     command = commands.add_parser("sites", help="site files: list them, show one, check one against the cluster")
     command.set_defaults(module="sites")
     command.add_argument("action", choices=["list", "show", "check"])

@@ -49,6 +49,7 @@ FLUSH_S = 1.0
 _URGENT_SLACK = 64  # urgent messages beyond the window that a receiver still takes
 _SLACK_BYTES = 1 << 20
 _MAX_FAILURE_CHARS = 16_384
+_MAX_REASON_CHARS = 500  # of what a peer's broken frame can make us say and log
 _CREDIT = struct.Struct("<IQ")  # messages, bytes
 _EMPTY = memoryview(b"")
 _ACK = encode(Ack())
@@ -62,13 +63,35 @@ _ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
 
 
 def _failure(kind: str, text: str) -> bytes:
-    return msgspec.msgpack.encode(Failure(kind, text[:_MAX_FAILURE_CHARS]))
+    text = text[:_MAX_FAILURE_CHARS]
+    try:
+        return msgspec.msgpack.encode(Failure(kind, text))
+    except UnicodeEncodeError:  # Python keeps the odd bytes of file names as lone surrogates
+        return msgspec.msgpack.encode(Failure(kind, text.encode(errors="replace").decode()))
+
+
+def _read_failure(header: bytes) -> Failure:
+    failure = _failure_decoder.decode(header)
+    return Failure(failure.kind[:_MAX_REASON_CHARS], failure.text[:_MAX_FAILURE_CHARS])
 
 
 class Exchange:
     """One call, stream or notify of ours. `result` is None until it has ended; then a Reply or an error."""
 
-    __slots__ = ("_name", "call_id", "cost", "end", "header", "kind", "on_done", "on_item", "result", "start", "views")
+    __slots__ = (
+        "_name",
+        "call_id",
+        "cost",
+        "end",
+        "header",
+        "item_room",
+        "kind",
+        "on_done",
+        "on_item",
+        "result",
+        "start",
+        "views",
+    )
 
     def __init__(self, kind: int, name: str, header: bytes, views: list[memoryview], cost: int) -> None:
         self.kind = kind
@@ -76,6 +99,7 @@ class Exchange:
         self.views = views
         self.cost = cost  # bytes of the peer's window
         self.call_id = 0  # 0 until it has left
+        self.item_room = STREAM_WINDOW  # items that the peer may still send
         self.start = 0.0
         self.end = 0.0
         self.result: Reply | Exception | None = None
@@ -99,7 +123,7 @@ class Exchange:
 class Incoming:
     """A message of the peer that a handler works on."""
 
-    __slots__ = ("call_id", "cost", "credit", "kind", "message", "more", "payload", "stop")
+    __slots__ = ("call_id", "cost", "credit", "held", "kind", "message", "more", "payload", "stop", "unwanted")
 
     def __init__(self, kind: int, call_id: int, message: Message, payload: memoryview, cost: int) -> None:
         self.kind = kind
@@ -108,6 +132,8 @@ class Incoming:
         self.payload = payload
         self.cost = cost
         self.credit = STREAM_WINDOW  # items that may still be sent
+        self.held = False  # not given to the face yet
+        self.unwanted = False  # the caller gave up while it was held
         self.stop: Callable[[], None] | None = None  # set by the face: end the handler, nobody waits for it
         self.more: Callable[[], None] | None = None  # set by the face: `ready_for_item` may have become true
 
@@ -142,6 +168,8 @@ class Conversation:
         self._window_messages, self._window_bytes = keys.peer_window
         self._used_messages = 0  # of the peer's window
         self._used_bytes = 0
+        self._notified_messages = 0  # of what is used: by notifies, which CREDIT gives back
+        self._notified_bytes = 0
         self._taken_messages = 0  # of our window
         self._taken_bytes = 0
         self._owed_messages = 0  # of our window, by notifies that are done
@@ -220,6 +248,7 @@ class Conversation:
     def item_taken(self, exchange: Exchange, n: int) -> None:
         """`n` items of a stream were read: the peer may send as many more."""
         if exchange.result is None and not self.is_closed:
+            exchange.item_room += n
             self._send(_CREDIT_FRAME, exchange.call_id, _CREDIT.pack(n, 0))
 
     def _exchange(self, kind: int, message: Message, payload: Sequence[Buffer]) -> Exchange:
@@ -257,6 +286,8 @@ class Conversation:
         exchange.header, exchange.views = b"", []
         n_bytes = exchange.cost - len(header) if views else 0
         if exchange.kind == _NOTIFY:
+            self._notified_messages += 1
+            self._notified_bytes += exchange.cost
 
             def handed_over() -> None:
                 self._notifies.discard(exchange)
@@ -386,17 +417,25 @@ class Conversation:
                 self._take(Incoming(kind, call_id, decode(header), payload, len(header) + len(payload)))
             else:
                 self._rare_frame(kind, call_id, header, payload)
-        except (ProtocolError, msgspec.MsgspecError, struct.error) as error:
+        except (ProtocolError, msgspec.MsgspecError, struct.error, RecursionError) as error:
             self._violated(f"protocol error: {error}")
+        except Exception as error:  # ours: end this connection only, since the wire can't go on after half a frame
+            import logging
+
+            logging.getLogger(__name__).exception("%s: a frame of kind %d failed", self.peer.name, kind)
+            self._violated(f"{type(error).__name__} while a frame was taken: {error}")
 
     def _rare_frame(self, kind: int, call_id: int, header: bytes, payload: memoryview) -> None:
         if kind == _FAILURE:
-            failure = _failure_decoder.decode(header)
+            failure = _read_failure(header)
             self._answered(call_id).settle(RemoteError(failure.text, kind=failure.kind, peer=self.peer.name))
         elif kind == _ITEM:
             exchange = self._exchanges.get(call_id)
             if exchange is None or exchange.kind != _STREAM:
                 raise ProtocolError(f"item of stream {call_id}, which isn't open")
+            exchange.item_room -= 1
+            if exchange.item_room < 0:
+                raise ProtocolError(f"stream {call_id} is more than {STREAM_WINDOW} items ahead of its reader")
             if exchange.result is None and exchange.on_item is not None:
                 exchange.on_item(Reply(decode(header), payload))
         elif kind == _CREDIT_FRAME:
@@ -406,14 +445,14 @@ class Conversation:
             if incoming is not None:
                 self._stop(incoming)
         elif kind == Frame.CLOSE:
-            reason = _failure_decoder.decode(header).text
+            reason = _read_failure(header).text
             self.abandon(f"closed by the peer: {reason}" if reason else "closed by the peer")
         elif not self._awaits_admission:
             raise ProtocolError(f"unexpected {Frame(kind).name}")
         elif kind == Frame.ADMIT:
             self._decided(None)
         else:
-            failure = _failure_decoder.decode(header)
+            failure = _read_failure(header)
             self._decided(
                 FencedError(failure.text)
                 if failure.kind == "FencedError"
@@ -440,8 +479,10 @@ class Conversation:
                 if incoming.more is not None:
                     incoming.more()
             return
-        if messages > self._used_messages or n_bytes > self._used_bytes:
+        if messages > self._notified_messages or n_bytes > self._notified_bytes:
             raise ProtocolError(f"credit for {messages} messages of {n_bytes} bytes, which weren't sent")
+        self._notified_messages -= messages
+        self._notified_bytes -= n_bytes
         self._used_messages -= messages
         self._used_bytes -= n_bytes
         self._room_appeared()
@@ -465,19 +506,27 @@ class Conversation:
         if self._admitted and not self._held and self._wire.queued_bytes <= HIGH_WATER_BYTES:
             self._face.serve(incoming)
         else:
+            incoming.held = True
             self._held.append(incoming)
 
     def _serve_held(self) -> None:
         while self._held and self._admitted and not self.is_closed and self._wire.queued_bytes <= HIGH_WATER_BYTES:
-            self._face.serve(self._held.popleft())
+            incoming = self._held.popleft()
+            incoming.held = False
+            if incoming.unwanted:
+                self.fail(incoming, DeadlineExpired("the caller gave up before the call was begun"))
+            else:
+                self._face.serve(incoming)
 
     def _stop(self, incoming: Incoming) -> None:
         """Nobody waits for this handler any more."""
-        if incoming in self._held:
-            self._held.remove(incoming)
-            self.fail(incoming, DeadlineExpired("the caller gave up before the call was begun"))
+        if incoming.held:
+            # Answered in its turn: at once, a peer that reads nothing could make our queue grow without bound.
+            incoming.unwanted = True
+            incoming.payload = _EMPTY
         elif incoming.stop is not None and (incoming.wants_stream or incoming.message.cancellable):
-            incoming.stop()
+            stop, incoming.stop = incoming.stop, None  # once: a second one would hit the handler's own cleaning up
+            stop()
 
     def _drained(self) -> None:
         self._serve_held()
@@ -558,8 +607,11 @@ class Conversation:
 
     def _violated(self, reason: str) -> None:
         """The peer broke the protocol: tell it why, as far as it still listens, and end."""
+        if self.is_closed:
+            return
         import logging
 
+        reason = reason[:_MAX_REASON_CHARS]
         logging.getLogger(__name__).warning("%s: %s", self.peer.name, reason)
         self._say_goodbye(reason)
         self._end(reason)

@@ -1,10 +1,7 @@
-"""Choosing a transport by name, and the address that a role binds."""
+"""Choosing a transport by name."""
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,9 +15,7 @@ if TYPE_CHECKING:
     from miles_hpc.control.asyncio_face import AsyncTransport
     from miles_hpc.control.blocking_face import PlainTransport
 
-__all__ = ["CARRIERS", "local_address", "open_blocking_transport", "open_carrier", "open_transport"]
-
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
+__all__ = ["CARRIERS", "open_blocking_transport", "open_carrier", "open_transport"]
 
 #: The carriers by the name that a site or run file gives.
 CARRIERS = ("tcp", "ucx", "mpi", "loopback")
@@ -64,24 +59,3 @@ def open_blocking_transport(
 
     spin = SPIN_S if spin_s is None else spin_s
     return PlainTransport(open_carrier(kind), credentials, limits=limits, version=version, spin_s=spin)
-
-
-def local_address(interface: str = "") -> str:
-    """The IPv4 address of a network interface, or of this host's name when `interface` is empty.
-
-    Falls back to 127.0.0.1 when the name doesn't resolve. Raises UserError for an interface that this host lacks.
-    """
-    if not interface:
-        try:
-            return socket.gethostbyname(socket.gethostname())
-        except OSError:
-            return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise UserError(
-                f"interface {interface!r}: {error.strerror}; expected one with an IPv4 address, this host has {known}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])

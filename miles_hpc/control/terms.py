@@ -1,6 +1,7 @@
 """Terms: who may publish. Each start of a controller claims the next term; a newer claim fences older ones.
 
     attempts/0001/               numbered by the supervisor of each Slurm start, by mkdir
+    attempts/0001/joined/        incarnations of processes from outside that start's job, by mkdir
     terms/000001/ claim.json     attempt, host, pid, time
     terms/000002/ ...            exists  =>  whatever runs under term 1 stops at its next check
 
@@ -24,7 +25,17 @@ from checkpoints.publish import fsync_folder, publish_bytes
 from miles_hpc.core.errors import FencedError
 from miles_hpc.core.paths import RunPaths
 
-__all__ = ["Claim", "check_newest", "claim_attempt", "claim_term", "newest_attempt", "newest_term", "read_claim"]
+__all__ = [
+    "Claim",
+    "check_attempt",
+    "check_newest",
+    "claim_attempt",
+    "claim_incarnation",
+    "claim_term",
+    "newest_attempt",
+    "newest_term",
+    "read_claim",
+]
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +74,7 @@ def claim_term(paths: RunPaths, attempt: int) -> int:
     """
     paths.terms.mkdir(parents=True, exist_ok=True)
     while True:
-        _check_attempt(paths, attempt)
+        check_attempt(paths, attempt)
         term = newest_term(paths) + 1
         claim = Claim(term=term, attempt=attempt, host=socket.gethostname(), pid=os.getpid(), time=time.time())
         with tempfile.TemporaryDirectory(dir=paths.terms, prefix=".claim-", ignore_cleanup_errors=True) as temporary:
@@ -93,14 +104,15 @@ def check_newest(paths: RunPaths, term: int, attempt: int) -> None:
 
     Called right before anything is published.
     """
-    _check_attempt(paths, attempt)
+    check_attempt(paths, attempt)
     for newer in range(newest_term(paths), term, -1):
         claim = read_claim(paths, newer)
         if claim is None or claim.attempt >= attempt:
             raise FencedError(f"term {term} is over: term {newer} was claimed; this process publishes nothing more")
 
 
-def _check_attempt(paths: RunPaths, attempt: int) -> None:
+def check_attempt(paths: RunPaths, attempt: int) -> None:
+    """Raise FencedError when a newer attempt has started."""
     newest = newest_attempt(paths)
     if newest > attempt:
         raise FencedError(f"attempt {attempt} is over: attempt {newest} has started")
@@ -117,6 +129,19 @@ def claim_attempt(paths: RunPaths) -> int:
             continue
         paths.logs(attempt).mkdir()
         return attempt
+
+
+def claim_incarnation(paths: RunPaths, attempt: int, name: str) -> int:
+    """Number this start of a process `name` that no supervisor counts: attempts/0001/joined/<name>/0001, 0002, ..."""
+    folder = paths.joined(attempt) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        incarnation = _newest_number(folder) + 1
+        try:
+            (folder / f"{incarnation:04d}").mkdir()
+        except FileExistsError:
+            continue
+        return incarnation
 
 
 def newest_attempt(paths: RunPaths) -> int:

@@ -31,12 +31,13 @@ def clean_behind(
     """Archive and remove; returns how many payload files and routing stores went.
 
     `live_stores` are routing stores that groups not yet trained refer to. `fence` raises when a newer term exists; it
-    is asked before anything is removed.
+    is asked before anything is written and before anything is removed.
     """
     journals = read_journals(paths.journal)
     counted = account(journals, manifest)
     removable = collectable_payloads(journals, counted)
     present = {path for path in removable if (paths.root / path).exists()}
+    fence()
     _archive(paths, journals, counted.trained, manifest, present)
     fence()
     for path in present:

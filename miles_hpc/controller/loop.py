@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
@@ -118,12 +119,12 @@ class TermLoop:
         self._step = plan.step
         self._last_step = run.sft.steps + run.rollout.n_steps
         self._evaluations = plan.evaluations
-        self._journal = DurableJournal(journal)
+        self._journal = DurableJournal(journal, fence=lambda: check_newest(paths, self._term, self._attempt))
         self._members = Members(
             run,
             site,
             paths,
-            credentials,
+            msgspec.structs.replace(credentials, on_newer=self._on_newer),
             events,
             oldest_incarnation=oldest_incarnation,
             on_message=self._on_message,
@@ -201,10 +202,18 @@ class TermLoop:
             try:
                 await asyncio.to_thread(check_newest, self._paths, self._term, self._attempt)
             except FencedError as error:
-                self._events.verdict("fenced", peer="controller", evidence=str(error))
-                if not self._broken.done():
-                    self._broken.set_exception(error)
+                self._fenced(error)
                 return
+
+    def _on_newer(self, peer: PeerIdentity) -> None:
+        """A process of a newer attempt or term looked for its own controller and found this one."""
+        theirs = f"{peer.name} at {peer.host} belongs to attempt {peer.attempt}, term {peer.term}"
+        self._fenced(FencedError(f"{theirs}: attempt {self._attempt}, term {self._term} is over"))
+
+    def _fenced(self, error: FencedError) -> None:
+        if not self._broken.done():
+            self._events.verdict("fenced", peer="controller", evidence=str(error))
+            self._broken.set_exception(error)
 
     async def _main(self) -> None:
         run = self._run

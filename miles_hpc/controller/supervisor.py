@@ -28,7 +28,8 @@ import msgspec
 from checkpoints.publish import publish_bytes
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
-from miles_hpc.control.membership import find_controller
+from miles_hpc.control.membership import find_controller, overtaken
+from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
 from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
@@ -39,6 +40,7 @@ from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerI
 
 __all__ = ["Supervisor"]
 
+_CONNECT_S = 5.0
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
@@ -99,7 +101,7 @@ class Supervisor:
             await self._end_all()
             self._events.note("allocation_end", outcome=outcome, reason=reason)
             record = {"attempt": self._attempt, "outcome": outcome, "reason": reason, "time": time.time()}
-            publish_bytes(self._paths.attempt(self._attempt) / "outcome.json", msgspec.json.encode(record))
+            publish_bytes(self._paths.outcome(self._attempt), msgspec.json.encode(record))
             self._events.close()
 
     # ------------------------------------------------------------------------------------------ controller
@@ -159,7 +161,9 @@ class Supervisor:
                     term=term,
                 )
                 transport = open_transport(self._run.control.transport, Credentials(self._secret, identity))
-                endpoint = await transport.connect(found.address, self._handle, deadline_s=5.0)
+                endpoint = await connect_any(
+                    transport, found.addresses, self._handle, deadline_s=_CONNECT_S, name=found.name
+                )
                 try:
                     while not endpoint.closed.is_set():
                         await endpoint.call(Heartbeat(), deadline_s=self._run.control.lost_after_s)
@@ -168,7 +172,8 @@ class Supervisor:
                 finally:
                     await endpoint.close("supervisor left")
             except FencedError:
-                raise
+                if not overtaken(self._paths, self._attempt, term):
+                    raise
             except DeadlineExpired as error:
                 silent_s = 0.0 if answered is None else time.monotonic() - answered
                 if silent_s > self._run.control.lease_s:  # agents have given up as well: nothing is lost with it
@@ -185,6 +190,9 @@ class Supervisor:
         if self._ending:
             return Ack()
         if isinstance(message, RestartHost):
+            if message.host not in self._starter.hosts(message.role):
+                self._events.note("left", peer=message.host, role=message.role, evidence=message.reason)
+                return Ack()  # it joined from outside: whoever started it there may start it again
             covering = [s for s in self._steps if message.host in s.hosts and s.role == message.role]
             if max((s.incarnation for s in covering), default=0) <= message.incarnation:
                 self._restart(message.role, (message.host,), message.reason)

@@ -170,9 +170,9 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     """The control layer. All times in seconds."""
 
     transport: Literal["tcp", "ucx"] = "tcp"
-    interface: str = ""  # network interface to bind; "" = the address of the host's name
+    interface: str = ""  # interfaces to bind: names and patterns, as "ib0", "ib0,ib1", "hsn*"; "" = the site's
     heartbeat_interval_s: float = 1.0
-    lost_after_s: float = 5.0  # no heartbeat for so long: lost
+    lost_after_s: float = 4.5  # no heartbeat for so long: lost; leaves half a second of the 5 s that are promised
     lease_s: float = 10.0  # an agent whose controller is silent for so long kills its children
     connect_deadline_s: float = 60.0
     start_deadline_s: float = 300.0  # all roles ready
@@ -252,7 +252,7 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     requeue: bool = True  # whether a job may be requeued by its owner; otherwise a follow-up job is chained
     mpi: str = "pmi2"  # srun --mpi
     directives: list[str] = []  # stated for every component, without '#SBATCH '
-    interface: str = ""
+    interface: str = ""  # as control.interface, for all runs here; "" = those that routes lead through
     modules: list[str] = []
     env: dict[str, str] = {}  # for every role
     env_multi_node: dict[str, str] = {}  # in addition when a role spans nodes

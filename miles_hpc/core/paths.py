@@ -72,6 +72,14 @@ class RunPaths:
     def logs(self, attempt: int) -> Path:
         return self.attempt(attempt) / "logs"
 
+    def joined(self, attempt: int) -> Path:
+        """Numbered starts of processes that joined from outside the attempt's job, by name."""
+        return self.attempt(attempt) / "joined"
+
+    def outcome(self, attempt: int) -> Path:
+        """How an attempt ended; written last by its supervisor."""
+        return self.attempt(attempt) / "outcome.json"
+
     @property
     def events(self) -> Path:
         return self.root / "events"

@@ -13,17 +13,20 @@ import sys
 import time
 from collections.abc import Sequence
 
+from miles_hpc.control.addresses import local_addresses
 from miles_hpc.control.agent import AgentApp, AgentIdentity
 from miles_hpc.control.children import ChildProcess
-from miles_hpc.control.membership import ServiceAddress, list_services, publish_service
-from miles_hpc.control.opening import local_address, open_transport
+from miles_hpc.control.membership import ServiceAddress, list_services, publish_service, towards_controller
+from miles_hpc.control.multihomed import Listening, connect_any, listen_on
+from miles_hpc.control.opening import open_transport
+from miles_hpc.core import exits
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError, PeerLost
 from miles_hpc.core.messages import ChildEvent, Message
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, Listener, Reply
+from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, PeerIdentity, Reply
 from miles_hpc.rollout.engine_client import RemoteEngine
 from miles_hpc.rollout.role import RolloutHost
 from miles_hpc.rollout.sandbox import SandboxClient
@@ -165,7 +168,7 @@ class RolloutApp(AgentApp):
 
     async def _keep_sandboxes(self) -> None:
         """Stay connected to every sandbox host of the term."""
-        connected: dict[str, tuple[str, Endpoint]] = {}
+        connected: dict[str, tuple[tuple[str, ...], Endpoint]] = {}
         while True:
             for name, (_, endpoint) in list(connected.items()):
                 if endpoint.closed.is_set():
@@ -173,18 +176,18 @@ class RolloutApp(AgentApp):
                     del connected[name]
             for service in list_services(self._paths, self._term, "sandbox-") if self._term else ():
                 known = connected.get(service.name)
-                if known is not None and known[0] == service.address:
+                if known is not None and known[0] == service.addresses:
                     continue
                 try:
                     transport = open_transport(
                         self._run.control.transport, Credentials(self._secret, self._identity.peer(self._term))
                     )
-                    endpoint = await transport.connect(service.address, deadline_s=5.0)
+                    endpoint = await connect_any(transport, service.addresses, deadline_s=5.0, name=service.name)
                 except MilesError:
                     continue  # gone already, or not yet of this term; looked up again
                 if known is not None:
                     await known[1].close("the sandbox host listens elsewhere now")
-                connected[service.name] = (service.address, endpoint)
+                connected[service.name] = (service.addresses, endpoint)
                 self._sandboxes.add_host(service.name, endpoint)
             await asyncio.sleep(_SANDBOX_POLL_S)
 
@@ -210,27 +213,37 @@ class SandboxApp(AgentApp):
         self._secret = secret
         self._interface = interface
         self._host = SandboxHost()
-        self._listener: Listener | None = None
+        self._listening: Listening | None = None
         self._events = EventLog(paths.events, f"{identity.name}-work", attempt=identity.attempt)
         self._teller: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._host.start()
-        transport = open_transport(self._run.control.transport, Credentials(self._secret, self._identity.peer(0)))
-        self._listener = await transport.listen(self._serve, bind=local_address(self._interface), any_term=True)
+        me = self._identity
+        credentials = Credentials(self._secret, me.peer(0), on_newer=self._on_newer)
+        bind = local_addresses(self._interface, towards=towards_controller(self._paths, me.attempt))
+        transport = open_transport(self._run.control.transport, credentials)
+        self._listening = await listen_on(transport, self._serve, bind, any_term=True)
         self._teller = asyncio.create_task(self._tell_utilisation())
+
+    def _on_newer(self, peer: PeerIdentity) -> None:
+        """A process of a newer attempt came by: this host was left over."""
+        if not self.failed.done():
+            reason = f"{peer.name} belongs to attempt {peer.attempt}, this host to attempt {self._identity.attempt}"
+            self._events.verdict("fenced", peer=self._identity.name, evidence=reason)
+            self.failed.set_result(exits.FENCED)
 
     async def _serve(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
         return await self._host.handle(message, payload)
 
     async def joined(self, endpoint: Endpoint, term: int) -> None:
-        while self._listener is None:
+        while self._listening is None:
             await asyncio.sleep(0.05)
         self._events.term = term
         me = self._identity
         publish_service(
             self._paths,
-            ServiceAddress(name=me.name, address=self._listener.address, attempt=me.attempt, term=term),
+            ServiceAddress(name=me.name, addresses=self._listening.addresses, attempt=me.attempt, term=term),
         )
 
     async def left(self) -> None:
@@ -242,8 +255,8 @@ class SandboxApp(AgentApp):
     async def close(self) -> None:
         if self._teller is not None:
             self._teller.cancel()
-        if self._listener is not None:
-            await self._listener.close()
+        if self._listening is not None:
+            await self._listening.close()
         await self._host.close()
         self._events.close()
 

@@ -21,19 +21,27 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles_hpc.control.membership import ServiceAddress, find_controller, wait_for_controller
-from miles_hpc.control.opening import local_address, open_transport
+from miles_hpc.control.addresses import local_addresses
+from miles_hpc.control.membership import (
+    ServiceAddress,
+    find_controller,
+    overtaken,
+    towards_controller,
+    wait_for_controller,
+)
+from miles_hpc.control.multihomed import connect_any, join_addresses, listen_on
+from miles_hpc.control.opening import open_transport
 from miles_hpc.core import exits
 from miles_hpc.core.config import ControlConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, MilesError, PeerLost
 from miles_hpc.core.messages import Ack, CheckpointWritten, DescribeWeights, FetchPieces, Message, Shutdown
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.transport import Credentials, Endpoint, Handler, HandlerResult, PeerIdentity
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
 from miles_hpc.trainer.commands import Answer
 
 __all__ = ["ControllerLink", "Ended", "Failures", "Request"]
@@ -81,7 +89,7 @@ class ControllerLink:
         paths: RunPaths,
         secret: bytes,
         identity: Callable[[int], PeerIdentity],
-        serve_weights: Handler,
+        serve_weights: Callable[[Endpoint, Message, memoryview], Awaitable[HandlerResult]],
         *,
         interface: str = "",
         failures: Failures,
@@ -139,14 +147,17 @@ class ControllerLink:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            transport = open_transport(self._control.transport, Credentials(self._secret, self._identity(0)))
+            credentials = Credentials(self._secret, self._identity(0), on_newer=self._on_newer)
+            transport = open_transport(self._control.transport, credentials)
             # Engines outlive terms and so does the source: it serves peers of any term of this attempt.
-            listener = await transport.listen(self._serve_weights, bind=local_address(self._interface), any_term=True)
+            towards = towards_controller(self._paths, self._attempt)
+            bind = local_addresses(self._interface, towards=towards)
+            listening = await listen_on(transport, self._serve_weights, bind, any_term=True)
         except BaseException as error:
             self._start_error = error
             self._listening.set()
             return
-        self.source_address = listener.address
+        self.source_address = join_addresses(listening.addresses)
         self._listening.set()
         tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._watch_failures())]
         await self._stop.wait()
@@ -155,7 +166,12 @@ class ControllerLink:
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
         if self._endpoint is not None:
             await self._endpoint.close("trainer ends")
-        await listener.close()
+        await listening.close()
+
+    def _on_newer(self, peer: PeerIdentity) -> None:
+        """A process of a newer attempt looked for its own weight source here: this trainer was left over."""
+        reason = f"{peer.name} belongs to attempt {peer.attempt}, this trainer to attempt {self._attempt}"
+        self.inbox.put(Ended(reason, exits.FENCED))
 
     async def _follow(self) -> None:
         """Stay with a controller; look for the same or a newer one after a loss, for as long as the lease lasts."""
@@ -166,6 +182,10 @@ class ControllerLink:
                 address = await wait_for_controller(self._paths, self._attempt, newer_than=term - 1, deadline=deadline)
                 try:
                     endpoint = await self._connect(address, deadline)
+                except FencedError:
+                    if not overtaken(self._paths, self._attempt, address.term):
+                        raise
+                    continue
                 except (PeerLost, AuthenticationError, DeadlineExpired):
                     deadline.check()
                     await asyncio.sleep(_RETRY_S)
@@ -192,7 +212,7 @@ class ControllerLink:
             return await self._handle(address.term, endpoint, message, payload)
 
         limit = min(self._control.connect_deadline_s, max(0.5, deadline.remaining_s))
-        return await transport.connect(address.address, handle, deadline_s=limit)
+        return await connect_any(transport, address.addresses, handle, deadline_s=limit, name=address.name)
 
     async def _stay(self, endpoint: Endpoint, term: int) -> str:
         """Until the endpoint closes or a newer term was claimed; returns why."""

@@ -29,8 +29,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from miles_hpc.control.addresses import interface_names, local_address
 from miles_hpc.control.mpi import SpmdGroup
-from miles_hpc.control.opening import local_address
 from miles_hpc.core import exits
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import FencedError, MilesError, ProtocolError
@@ -79,9 +79,10 @@ def run_trainer(
     import torch.distributed as dist
 
     interface = run.control.interface or site.interface
+    # Gloo looks the host's name up by itself when it isn't told, and Debian's names resolve to 127.0.1.1.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_names(interface)[0])
     if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", ",".join(interface_names(interface)))
     torch.set_num_threads(run.train.threads)
     limit = timedelta(seconds=run.control.start_deadline_s)
     server: dist.TCPStore | None = None

@@ -21,12 +21,14 @@ from checkpoints.manifest import (
     publish_manifest,
     started_after,
 )
+from miles_hpc.control.terms import check_newest, claim_attempt, claim_term
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.measure import eval_summary
 from miles_hpc.controller.recovery import choose_checkpoint, plan_start
 from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
 from miles_hpc.core.config import SftConfig, TrainConfig
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import FencedError, UserError
+from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import (
     GroupPurpose,
     GroupSummary,
@@ -147,7 +149,7 @@ def test_without_reuse_everything_is_sampled_again(tmp_path: Path) -> None:
 def test_concurrent_appends_are_durable_and_in_order(tmp_path: Path) -> None:
     async def scenario() -> None:
         with JournalWriter.create(tmp_path, TermStarted(term=1, attempt=1)) as writer:
-            journal = DurableJournal(writer)
+            journal = DurableJournal(writer, fence=lambda: None)
             await asyncio.gather(*(journal.append(GroupDropped(group_id=i, reason="x")) for i in range(50)))
             await journal.flush()
             assert journal.idle
@@ -156,6 +158,25 @@ def test_concurrent_appends_are_durable_and_in_order(tmp_path: Path) -> None:
     asyncio.run(scenario())
     records = list(read_journals(tmp_path)[1].records())[1:]
     assert [r.group_id for r in records] == list(range(50))
+
+
+def test_a_fenced_controller_records_and_acknowledges_nothing_more(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    attempt = claim_attempt(paths)
+    term = claim_term(paths, attempt)
+
+    async def scenario() -> None:
+        with JournalWriter.create(paths.journal, TermStarted(term=term, attempt=attempt)) as writer:
+            journal = DurableJournal(writer, fence=lambda: check_newest(paths, term, attempt))
+            await journal.append(GroupDropped(group_id=1, reason="x"))
+            claim_attempt(paths)  # the job was started elsewhere
+            late = [journal.append(GroupDropped(group_id=i, reason="late")) for i in (2, 3)]
+            results = await asyncio.gather(*late, return_exceptions=True)
+            assert [type(result) for result in results] == [FencedError, FencedError]
+            await journal.flush()
+
+    asyncio.run(scenario())
+    assert [r.group_id for r in read_journals(paths.journal)[term].records() if isinstance(r, GroupDropped)] == [1]
 
 
 def _checkpoint(root: Path, step: int) -> Path:

@@ -63,7 +63,7 @@ def test_a_late_claim_of_an_older_attempt_fences_nobody(paths: RunPaths) -> None
     (late / "claim.json").write_bytes(msgspec.json.encode(claim))
     check_newest(paths, mine, new)
     assert newest_term(paths, new) == mine
-    publish_service(paths, ServiceAddress(name="controller", address="tcp://a:1", attempt=new, term=mine))
+    publish_service(paths, ServiceAddress(name="controller", addresses=("tcp://a:1",), attempt=new, term=mine))
     found = find_controller(paths, new)
     assert found is not None and found.term == mine
     assert claim_term(paths, new) == mine + 2
@@ -74,9 +74,9 @@ def test_find_controller_follows_terms_of_its_own_attempt(paths: RunPaths) -> No
     assert find_controller(paths, attempt) is None
     first = claim_term(paths, attempt)
     assert find_controller(paths, attempt) is None  # claimed, not listening yet
-    publish_service(paths, ServiceAddress(name="controller", address="tcp://a:1", attempt=attempt, term=first))
+    publish_service(paths, ServiceAddress(name="controller", addresses=("tcp://a:1",), attempt=attempt, term=first))
     found = find_controller(paths, attempt)
-    assert found is not None and (found.term, found.address) == (first, "tcp://a:1")
+    assert found is not None and (found.term, found.addresses) == (first, ("tcp://a:1",))
     claim_term(paths, attempt)
     assert find_controller(paths, attempt) is None
 
@@ -92,6 +92,6 @@ def test_a_newer_attempt_fences_what_was_left_over(paths: RunPaths) -> None:
 def test_services_are_listed_by_prefix(paths: RunPaths) -> None:
     term = claim_term(paths, claim_attempt(paths))
     for name in ("sandbox-b", "sandbox-a", "controller"):
-        publish_service(paths, ServiceAddress(name=name, address=f"tcp://{name}:1", attempt=1, term=term))
+        publish_service(paths, ServiceAddress(name=name, addresses=(f"tcp://{name}:1",), attempt=1, term=term))
     assert [s.name for s in list_services(paths, term, "sandbox-")] == ["sandbox-a", "sandbox-b"]
     assert list_services(paths, term + 1, "sandbox-") == []

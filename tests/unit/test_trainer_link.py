@@ -12,7 +12,7 @@ import pytest
 from checkpoints.publish import publish_bytes
 from miles_hpc.control.auth import load_secret, new_secret
 from miles_hpc.control.membership import ServiceAddress, publish_service
-from miles_hpc.control.tcp import TcpTransport
+from miles_hpc.control.opening import open_transport
 from miles_hpc.control.terms import claim_term
 from miles_hpc.core import exits
 from miles_hpc.core.config import ControlConfig
@@ -79,9 +79,9 @@ async def controller(paths):
     async def handle(endpoint, message, payload):
         sent.append(message)
 
-    transport = TcpTransport(Credentials(load_secret(paths.secret), who))
+    transport = open_transport("tcp", Credentials(load_secret(paths.secret), who))
     listener = await transport.listen(handle, on_connect=join)
-    publish_service(paths, ServiceAddress(name="controller", address=listener.address, attempt=1, term=term))
+    publish_service(paths, ServiceAddress(name="controller", addresses=(listener.address,), attempt=1, term=term))
     try:
         yield term, joined, sent
     finally:
