@@ -189,11 +189,21 @@ def test_credit_without_its_numbers(side: Side, header: bytes) -> None:
 
 def test_more_messages_than_the_window() -> None:
     side = Side(limits=Limits(window_messages=10))
-    for n in range(10 + 64):  # urgent ones may go beyond
+    for n in range(10):
         side.frame(Frame.CALL, n + 1, ACK)
+    for n in range(5):  # urgent ones may go beyond
+        side.frame(Frame.CALL, n + 20, encode(Heartbeat()))
     assert not side.conversation.is_closed
     side.frame(Frame.CALL, 1000, ACK)
-    ended(side, "75 messages of")
+    ended(side, "16 messages of")
+
+
+def test_more_urgent_messages_than_anybody_needs() -> None:
+    side = Side(limits=Limits(window_messages=10))
+    for n in range(1000):
+        side.frame(Frame.CALL, n + 1, encode(Heartbeat()))
+    ended(side, "messages of")
+    assert 10 < len(side.owner.served) < 200
 
 
 def test_a_peer_that_reads_nothing_cannot_make_our_queue_grow_by_cancelling(side: Side) -> None:
