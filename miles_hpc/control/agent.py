@@ -22,18 +22,29 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from miles_hpc.control.membership import ServiceAddress, find_controller, overtaken, wait_for_controller
+from miles_hpc.control.addresses import local_addresses
+from miles_hpc.control.membership import (
+    ServiceAddress,
+    find_controller,
+    overtaken,
+    towards_controller,
+    wait_for_controller,
+)
 from miles_hpc.control.multihomed import connect_any
 from miles_hpc.control.opening import open_transport
+from miles_hpc.control.relay import CommandMemory, RelayPoint
 from miles_hpc.core.config import ControlConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, MilesError, PeerLost, RemoteError
-from miles_hpc.core.messages import Ack, Heartbeat, Message, Shutdown
+from miles_hpc.core.messages import Ack, Heartbeat, Message, OpenRelay, RelayOpen, Shutdown
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
 
 __all__ = ["Agent", "AgentApp", "AgentIdentity"]
+
+#: How long an agent that ends may take to pass the order on.
+_DRAIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,8 @@ class Agent:
         self._shutdown = asyncio.Event()
         self._renewed = time.monotonic()
         self._accepted = asyncio.Event()
+        self._commands = CommandMemory()
+        self._relay: RelayPoint | None = None  # of the term that it joins or has joined
 
     @property
     def served(self) -> bool:
@@ -189,7 +202,9 @@ class Agent:
             self._control.transport, Credentials(self._secret, self._identity.peer(address.term))
         )
         limit = min(self._control.connect_deadline_s, max(0.5, deadline.remaining_s))
-        return await connect_any(transport, address.addresses, self._handle, deadline_s=limit, name=address.name)
+        self._relay = RelayPoint(transport, self._handle, name=self._identity.name, memory=self._commands)
+        handler = self._relay.handler
+        return await connect_any(transport, address.addresses, handler, deadline_s=limit, name=address.name)
 
     async def _stay(self, endpoint: Endpoint, term: int) -> str:
         """Heartbeat until the endpoint is lost or a newer term exists; returns why."""
@@ -215,6 +230,8 @@ class Agent:
         finally:
             newer.cancel()
             newer.add_done_callback(_mark_retrieved)
+            if self._relay is not None:
+                await self._relay.close(drain_s=_DRAIN_S if self._shutdown.is_set() else 0.0)
             await endpoint.close("agent left")
 
     async def _look_for_newer(self, term: int) -> int:
@@ -239,6 +256,9 @@ class Agent:
         if isinstance(message, Shutdown):
             self._shutdown.set()
             return Ack()
+        if isinstance(message, OpenRelay) and self._relay is not None:
+            towards = towards_controller(self._paths, self._identity.attempt)
+            return RelayOpen(addresses=await self._relay.listen(local_addresses(message.interface, towards=towards)))
         return await self._app.handle(message, payload)
 
 

@@ -21,7 +21,7 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,7 +41,7 @@ from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, FencedError, MilesError, PeerLost
 from miles_hpc.core.messages import Ack, CheckpointWritten, DescribeWeights, FetchPieces, Message, Shutdown
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.transport import Credentials, Endpoint, Handler, HandlerResult, PeerIdentity
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
 from miles_hpc.trainer.commands import Answer
 
 __all__ = ["ControllerLink", "Ended", "Failures", "Request"]
@@ -89,7 +89,7 @@ class ControllerLink:
         paths: RunPaths,
         secret: bytes,
         identity: Callable[[int], PeerIdentity],
-        serve_weights: Handler,
+        serve_weights: Callable[[Endpoint, Message, memoryview], Awaitable[HandlerResult]],
         *,
         interface: str = "",
         failures: Failures,

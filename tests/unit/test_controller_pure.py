@@ -21,12 +21,14 @@ from checkpoints.manifest import (
     publish_manifest,
     started_after,
 )
+from miles_hpc.control.terms import check_newest, claim_attempt, claim_term
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.measure import eval_summary
 from miles_hpc.controller.recovery import choose_checkpoint, plan_start
 from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
 from miles_hpc.core.config import SftConfig, TrainConfig
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import FencedError, UserError
+from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import (
     GroupPurpose,
     GroupSummary,
