@@ -170,8 +170,8 @@ class PlainLoop:
             if done():
                 return True
             timeout = 0.0
-            if not ready and not worked:
-                timeout = _LONGEST_WAIT_S
+            if not ready:
+                timeout = 0.0 if worked else _LONGEST_WAIT_S
                 if end is not None or timers:
                     now = time()
                     if end is not None:
@@ -192,7 +192,7 @@ class PlainLoop:
                     _report(callback)
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
-        if self.spin_s and timeout:
+        if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:
                 events = self._epoll.poll(0)
