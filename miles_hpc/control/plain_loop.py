@@ -169,17 +169,15 @@ class PlainLoop:
             worked = self._poll() if self._pollers else False
             if done():
                 return True
-            timeout = 0.0
-            if not ready:
-                timeout = 0.0 if worked else _LONGEST_WAIT_S
-                if end is not None or timers:
-                    now = time()
-                    if end is not None:
-                        if now >= end:
-                            return False
-                        timeout = min(timeout, end - now)
-                    if timers:
-                        timeout = min(timeout, max(0.0, timers[0][0] - now))
+            timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
+            if end is not None or timers:
+                now = time()
+                if end is not None:
+                    if now >= end:
+                        return False
+                    timeout = min(timeout, end - now)
+                if timers:
+                    timeout = min(timeout, max(0.0, timers[0][0] - now))
             for fd, mask in self._look(timeout):
                 try:
                     if mask & _READ:
