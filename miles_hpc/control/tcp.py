@@ -393,14 +393,15 @@ class TcpWire(Wire):
 class TcpPort(Port):
     """A bound, listening socket."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, accepted: Callable[[Wire], None], room: memoryview) -> None:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, scheme: str, accepted: Callable[[socket.socket, str], None]
+    ) -> None:
         self._loop = loop
         self._sock = sock
-        self._room = room
         self._fd = sock.fileno()
         self._accepted = accepted
         self._open = True
-        self.address = _format_address(sock)
+        self.address = _format_address(sock, scheme)
         loop.add_reader(self._fd, self._acceptable)
 
     def _acceptable(self) -> None:
@@ -421,7 +422,7 @@ class TcpPort(Port):
                 self._loop.call_later(0.5, self._resume)
                 return
             sock.setblocking(False)
-            self._accepted(TcpWire(self._loop, sock, str(address[0]), self._room))
+            self._accepted(sock, str(address[0]))
 
     def _resume(self) -> None:
         if self._open:
@@ -443,6 +444,10 @@ class TcpCarrier(Carrier):
         self._loop = loop
         self._room = memoryview(bytearray(_INPUT_BYTES))
 
+    def _wire(self, sock: socket.socket, remote: str) -> Wire:
+        """What talks over a connected, non-blocking socket."""
+        return TcpWire(self._loop, sock, remote, self._room)
+
     def listen(self, bind: str, accepted: Callable[[Wire], None]) -> Port:
         try:
             found = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -459,12 +464,12 @@ class TcpCarrier(Carrier):
                 f"can't listen on {bind!r}: {error.strerror or error}; "
                 "expected an address of this host, check the site's interface"
             ) from error
-        return TcpPort(self._loop, sock, accepted, self._room)
+        return TcpPort(self._loop, sock, self.scheme, lambda sock, remote: accepted(self._wire(sock, remote)))
 
     def dial(
         self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
     ) -> Callable[[], None]:
-        family, target = parse_address(address)
+        family, target = parse_address(address, self.scheme)
         loop = self._loop
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         code = sock.connect_ex(target)
@@ -489,7 +494,7 @@ class TcpCarrier(Carrier):
                 sock.close()
                 failed(_no_connection(address, code))
             else:
-                connected(TcpWire(loop, sock, address, self._room))
+                connected(self._wire(sock, address))
 
         def refused() -> None:
             nonlocal waiting
@@ -533,9 +538,9 @@ def _no_connection(address: str, code: int) -> PeerLost:
     return PeerLost(f"{address}: can't connect: {os.strerror(code)}")
 
 
-def _format_address(sock: socket.socket) -> str:
+def _format_address(sock: socket.socket, scheme: str) -> str:
     host, port = sock.getsockname()[:2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _no_delay(sock: socket.socket) -> None:
