@@ -20,7 +20,6 @@ from miles_hpc.core.transport import Buffer
 __all__ = ["UcpApi"]
 
 
-
 class _UcpPath(Path):
     def __init__(self, api: UcpApi, endpoint: Any, failed: Callable[[str], None]) -> None:
         self._api = api

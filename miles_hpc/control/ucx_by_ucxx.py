@@ -24,7 +24,6 @@ __all__ = ["UcxxApi"]
 _ARRIVALS = 256  # taken per call of progress, so that a flood leaves room for other wires
 
 
-
 class _UcxxPath(Path):
     def __init__(self, api: UcxxApi, endpoint: Any, failed: Callable[[str], None]) -> None:
         self._api = api
@@ -297,5 +296,3 @@ class UcxxApi(UcxApi):
         self.receivers.clear()
         self._dropping.clear()
         del self._worker, self._context
-
-
