@@ -114,7 +114,7 @@ def new_secret() -> bytes:
 def load_secret(path: Path) -> bytes:
     """Read the run's secret. Raises UserError unless the file is ours alone and has the right length."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name must not hang us
     except OSError as error:
         raise UserError(f"secret {path}: {error.strerror}; submit the run again or name its folder") from error
     try:
@@ -208,7 +208,7 @@ class Dialer:
             raise AuthenticationError("the listener didn't prove that it knows this run's secret")
         try:
             verdict = _verdict_decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise AuthenticationError(f"the listener's identity can't be read: {error}") from error
         if verdict.refusal_kind == "stale":
             raise StaleListener(verdict.refusal)
@@ -271,7 +271,7 @@ class Acceptor:
             raise AuthenticationError("the dialer didn't prove that it knows this run's secret")
         try:
             hello = _hello_decoder.decode(raw_hello)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise AuthenticationError(f"the dialer's identity can't be read: {error}") from error
         verdict = self._verdict(hello.identity)
         body = _encoder.encode(verdict)

@@ -4,11 +4,13 @@
     Dialing   dial ─▶ wire ─▶ opening, challenge, proof, welcome ─▶ authenticated(wire, keys) | failed(error)
 
 What isn't authenticated after HANDSHAKE_DEADLINE_S is dropped; of more than MAX_HALF_OPEN at once, the oldest. Nothing
-leaves towards a stranger but the challenge, and no text of the log contains what it sent.
+leaves towards a stranger but the challenge. No text of the log contains what it sent, and of many refusals only the
+number is logged, so that a stranger can't fill the disk.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 
 import msgspec
@@ -24,8 +26,12 @@ __all__ = ["Dialing", "Greeter", "Terms"]
 
 #: A connection that hasn't authenticated after so long is dropped.
 HANDSHAKE_DEADLINE_S = 5.0
-#: So many connections may be in their handshake at once; beyond that the oldest is dropped.
+#: So many connections may be in their handshake at once; beyond that the oldest is dropped. Fewer where the process may
+#: have few descriptors: strangers get at most a quarter of them, the run needs the others.
 MAX_HALF_OPEN = 1024
+#: So many refusals are logged one by one in each LOG_INTERVAL_S; of the others only their number.
+MAX_LOGGED_REFUSALS = 20
+LOG_INTERVAL_S = 60.0
 
 _FLUSH_S = 1.0
 
@@ -59,19 +65,25 @@ class Greeter:
         self._terms = terms
         self._any_term = any_term
         self._authenticated = authenticated
-        self._half_open: dict[_Welcome, None] = {}  # in order of arrival
+        self._half_open: dict[_Welcome, None] = {}  # in order of arrival; until their last message has left
+        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._port = carrier.listen(bind, self._arrived)
         self.address = self._port.address
+        self._log = _RefusalLog(loop, self.address)
 
     def close(self) -> None:
         """Take no more connections and drop those in their handshake."""
         self._port.close()
         for welcome in list(self._half_open):
             welcome.drop()
+        self._log.close()
 
     def _arrived(self, wire: Wire) -> None:
-        if len(self._half_open) >= MAX_HALF_OPEN:
-            next(iter(self._half_open)).refused("too many connections in their handshake")
+        limit = MAX_HALF_OPEN
+        if self._descriptors != resource.RLIM_INFINITY:
+            limit = min(limit, max(1, self._descriptors // 4))
+        if len(self._half_open) >= limit:
+            next(iter(self._half_open)).crowded_out()
         self._half_open[_Welcome(self, wire)] = None
 
     # For _Welcome, which is this class's other half.
@@ -85,6 +97,45 @@ class Greeter:
         self._authenticated(wire, keys)
 
 
+class _RefusalLog:
+    """Refused connections in the log: at most MAX_LOGGED_REFUSALS + 1 lines in each interval."""
+
+    def __init__(self, loop: Loop, address: str) -> None:
+        self._loop = loop
+        self._address = address
+        self._timer: TimerHandle | None = None  # of the interval that began with a refusal
+        self._lines = 0
+        self._unlogged = 0
+        self._last = ("", "")
+
+    def add(self, remote: str, why: str) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(LOG_INTERVAL_S, self._tell)
+        if self._lines < MAX_LOGGED_REFUSALS:
+            self._lines += 1
+            _warn("%s: connection from %s refused: %s", self._address, remote, why)
+        else:
+            self._unlogged += 1
+            self._last = remote, why
+
+    def _tell(self) -> None:
+        if self._unlogged:
+            _warn("%s: %d more connections refused, last %s: %s", self._address, self._unlogged, *self._last)
+        self._timer = None
+        self._lines = self._unlogged = 0
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._tell()
+
+
+def _warn(text: str, *args: object) -> None:
+    import logging
+
+    logging.getLogger(__name__).warning(text, *args)
+
+
 class _Welcome:
     """One connection in its handshake, seen from the listener."""
 
@@ -93,6 +144,7 @@ class _Welcome:
         self._wire = wire
         self._acceptor = greeter._acceptor()
         self._challenged = False
+        self._refused = False
         self._timer: TimerHandle = greeter._loop.call_later(
             HANDSHAKE_DEADLINE_S, self.refused, f"no handshake within {HANDSHAKE_DEADLINE_S} s"
         )
@@ -121,21 +173,26 @@ class _Welcome:
             self._greeter._proven(self, self._wire, keys)
 
     def refused(self, why: str, *, flush_s: float = 0.0) -> None:
-        import logging
+        self._greeter._log.add(self._wire.remote, why)
+        if not flush_s:
+            self.drop()
+            return
+        # It counts as half open until it's gone: else the refused could pile up without bound.
+        self._refused = True
+        self._timer.cancel()
+        self._timer = self._greeter._loop.call_later(flush_s, self.drop)
+        self._wire.close(flush_s)
 
-        logging.getLogger(__name__).warning(
-            "%s: connection from %s refused: %s", self._greeter.address, self._wire.remote, why
-        )
-        self.drop(flush_s)
+    def crowded_out(self) -> None:
+        if self._refused:
+            self.drop()
+        else:
+            self.refused("too many connections in their handshake")
 
-    def drop(self, flush_s: float = 0.0) -> None:
+    def drop(self) -> None:
         self._greeter._half_open.pop(self, None)
         self._timer.cancel()
-        self._wire.silence()
-        if flush_s:
-            self._wire.close(flush_s)
-        else:
-            self._wire.abandon()
+        self._wire.abandon()
 
 
 class Dialing:

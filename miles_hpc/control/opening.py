@@ -31,6 +31,10 @@ def open_carrier(kind: str) -> Callable[[Loop], Carrier]:
         from miles_hpc.control.loopback import LoopbackCarrier
 
         return LoopbackCarrier
+    if kind == "mpi":
+        from miles_hpc.control.mpi_carrier import MpiCarrier
+
+        return MpiCarrier
     raise UserError(f"transport {kind!r}: expected {', '.join(CARRIERS)}")
 
 

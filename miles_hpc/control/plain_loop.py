@@ -2,6 +2,8 @@
 
 It has the few methods of asyncio's loops that wires and conversations use (wire.Loop). `run_until` may be called from a
 callback: the inner call serves everything, the outer one goes on after it.
+
+    ready callbacks ─▶ due timers ─▶ pollers ─▶ done()? ─▶ sleep: until a descriptor, a timer, a poller's next look
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from miles_hpc.control.polling import BackOff
+
 __all__ = ["PlainLoop"]
 
 _READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _WRITE = select.EPOLLOUT
 _WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
+_EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
 
 class _Timer:
@@ -49,6 +54,8 @@ class PlainLoop:
         self._writers: dict[int, Callable[..., Any]] = {}
         self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, _Timer]] = []
+        self._pollers: dict[Callable[[], bool], float | None] = {}
+        self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
         self._wake_fd = -1
         self._thread = threading.get_ident()
@@ -95,10 +102,38 @@ class PlainLoop:
         except FileNotFoundError:
             self._epoll.register(fd, mask)
 
+    # ------------------------------------------------------------------------------ what they don't have
+
+    def add_poller(self, progress: Callable[[], bool], *, max_sleep_s: float | None = None) -> None:
+        """Call `progress` in every round, before the loop sleeps; it returns whether it did something: then the next
+        round follows at once. It must not wait.
+
+        `max_sleep_s` is for a source of events without a descriptor: the loop's sleeps back off up to it. None is for a
+        source that has one, given to add_reader as well: sleeps aren't bounded, and while the loop spins it's asked
+        again and again.
+        """
+        self._pollers[progress] = max_sleep_s
+        self._bound_sleeps()
+
+    def remove_poller(self, progress: Callable[[], bool]) -> None:
+        """Stop calling it; fine for one that isn't there."""
+        self._pollers.pop(progress, None)
+        self._bound_sleeps()
+
+    def hurry(self) -> None:
+        """Something is about to happen: pollers are asked without sleeps for a while."""
+        if self._back_off is not None:
+            self._back_off.reset()
+
+    def _bound_sleeps(self) -> None:
+        bounds = [bound for bound in self._pollers.values() if bound is not None]
+        self._back_off = BackOff(min(bounds)) if bounds else None
+
     @property
     def busy(self) -> bool:
-        """Whether a descriptor is watched or a callback waits; timers don't count."""
-        return bool(self._ready or self._writers or self._readers.keys() - {self._wake_fd})
+        """Whether a descriptor is watched, a source without one is polled, or a callback waits; timers don't count."""
+        watched = self._writers or self._readers.keys() - {self._wake_fd}
+        return bool(self._ready or watched or self._back_off is not None)
 
     # ------------------------------------------------------------------------------ running
 
@@ -118,6 +153,8 @@ class PlainLoop:
         """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False."""
         ready, timers, time = self._ready, self._timers, self.time
         readers, writers = self._readers, self._writers
+        if self._pollers:
+            self.hurry()
         while True:
             for _ in range(len(ready)):
                 if not ready:  # an inner run_until was quicker
@@ -129,19 +166,18 @@ class PlainLoop:
                     _report(callback)
             if timers and timers[0][0] <= time():
                 self._fire_timers()
+            worked = self._poll() if self._pollers else False
             if done():
                 return True
-            timeout = 0.0
-            if not ready:
-                timeout = _LONGEST_WAIT_S
-                if end is not None or timers:
-                    now = time()
-                    if end is not None:
-                        if now >= end:
-                            return False
-                        timeout = min(timeout, end - now)
-                    if timers:
-                        timeout = min(timeout, max(0.0, timers[0][0] - now))
+            timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
+            if end is not None or timers:
+                now = time()
+                if end is not None:
+                    if now >= end:
+                        return False
+                    timeout = min(timeout, end - now)
+                if timers:
+                    timeout = min(timeout, max(0.0, timers[0][0] - now))
             for fd, mask in self._look(timeout):
                 try:
                     if mask & _READ:
@@ -158,9 +194,27 @@ class PlainLoop:
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:
                 events = self._epoll.poll(0)
-                if events or self._ready:
+                if events or self._ready or (self._pollers and self._poll()):
                     return events
+        if timeout and self._back_off is not None:
+            timeout = min(timeout, self._back_off.pause_s())
+            if 0.0 < timeout < _EPOLL_STEP_S:
+                time.sleep(timeout)
+                timeout = 0.0
+        if not timeout and not self._readers and not self._writers:
+            return []
         return self._epoll.poll(timeout)
+
+    def _poll(self) -> bool:
+        worked = False
+        for progress in list(self._pollers):
+            try:
+                worked = progress() or worked
+            except Exception:
+                _report(progress)
+        if worked:
+            self.hurry()
+        return worked
 
     def _fire_timers(self) -> None:
         now = self.time()

@@ -108,8 +108,16 @@ class Roster:
             return []
         return self._lose(member, f"endpoint closed: {reason}", now)
 
+    def next_loss(self, now: float) -> float:
+        """When the next member is lost if nobody is heard any more: not before this moment `tick` has something to say.
+
+        Without members it is `now + lost_after_s`, since whoever joins later can't be lost earlier.
+        """
+        heard = [member.last_heard for member in self._members.values() if not member.lost]
+        return min(heard, default=now) + self.lost_after_s
+
     def tick(self, now: float) -> list[Verdict]:
-        """Declare members lost that have been silent for `lost_after_s`. Call it several times in that span."""
+        """Declare members lost that have been silent for `lost_after_s`. Call it at `next_loss`."""
         verdicts: list[Verdict] = []
         for member in list(self._members.values()):
             silent_s = now - member.last_heard

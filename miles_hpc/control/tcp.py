@@ -1,11 +1,12 @@
 """The carrier over TCP sockets: listening, connecting, and the bytes of messages and frames on a socket.
 
-    readable ─▶ recv_into(64 KiB buffer) ─▶ whole messages and small frames ─▶ callbacks
+    readable ─▶ recv_into(64 KiB, shared) ─▶ whole messages and small frames ─▶ callbacks; the rest is kept per wire
                  └─ a large frame ─▶ recv_into(its own buffer), MAC updated as it arrives
     flush    ─▶ sendmsg(what is queued, large payloads MACed piece by piece); the rest waits for writable
 
 Payloads aren't copied in Python: sent from the caller's buffers, received into one buffer of the announced (and
-authenticated) size. Many small frames leave in one system call and arrive in one.
+authenticated) size. Many small frames leave in one system call and arrive in one. A callback must not run the loop, or
+other wires would write over the shared input that is being parsed.
 
 A peer that was killed is noticed by the closed socket; a cut link isn't: heartbeats (roster.py) are for that.
 """
@@ -61,10 +62,12 @@ class _Large:
 class TcpWire(Wire):
     """One connected socket."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, remote: str) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, remote: str, room: memoryview) -> None:
+        """`room` is where input arrives; all wires of a loop share it, since none keeps anything there."""
         super().__init__(remote)
         self._loop = loop
         self._sock = sock
+        self._room = room
         self._fd = sock.fileno()
         self._open = True
         self._reading = True  # whether what arrives is of interest
@@ -80,10 +83,7 @@ class TcpWire(Wire):
         self._writing = False
         self._was_high = False
         # Incoming.
-        self._in = bytearray(_INPUT_BYTES)
-        self._view = memoryview(self._in)
-        self._start = 0
-        self._stop = 0
+        self._rest = b""  # of a message or small frame that isn't whole yet
         self._head: Head | None = None  # of the large frame that arrives
         self._mac: BodyMac | None = None
         self._body = _EMPTY  # header, payload and MAC of it
@@ -235,10 +235,15 @@ class TcpWire(Wire):
         try:
             while self._open and turn < _TURN_BYTES:
                 if self._mac is not None:
-                    target = self._body[self._body_got : self._body_got + _STEP_BYTES]
+                    n = self._sock.recv_into(self._body[self._body_got : self._body_got + _STEP_BYTES])
+                    room = kept = 0
                 else:
-                    target = self._view[self._stop :]
-                n = self._sock.recv_into(target)
+                    kept = len(self._rest)
+                    if kept:
+                        self._room[:kept] = self._rest
+                    target = self._room[kept:]
+                    room = len(target)
+                    n = self._sock.recv_into(target)
                 if n == 0:
                     self._fail("endpoint closed: the peer's socket is gone")
                     return
@@ -247,23 +252,28 @@ class TcpWire(Wire):
                 if self._mac is not None:
                     self._bulk_arrived(n)
                 else:
-                    self._stop += n
-                    self._parse()
-                    if self._mac is None and n < len(target):
+                    self._rest = b""
+                    self._parse(kept + n)
+                    if self._mac is None and n < room:
                         break  # the socket is most likely empty
                 turn += n
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
             self._fail(f"endpoint closed: {error.strerror or error}")
-            return
         except (AuthenticationError, ProtocolError) as error:
-            self._reading = False
-            self.on_violated(str(error))
+            self._violated(str(error))
+        except MemoryError:
+            self._violated("no memory for a frame of the announced size")
 
-    def _parse(self) -> None:
-        """Deliver all whole messages and frames of the input buffer and keep the rest for the next call."""
-        start, stop, view = self._start, self._stop, self._view
+    def _violated(self, reason: str) -> None:
+        self._reading = False
+        self._rest, self._head, self._mac, self._body = b"", None, None, _EMPTY
+        self.on_violated(reason)
+
+    def _parse(self, stop: int) -> None:
+        """Deliver all whole messages and frames of the first `stop` bytes and keep the rest for the next call."""
+        start, view = 0, self._room
         while self._reading:
             opener = self._opener
             if opener is None:
@@ -281,8 +291,8 @@ class TcpWire(Wire):
             if total > INLINE_BYTES:
                 if available < HEAD_BYTES + TAG_BYTES:
                     break
-                self._begin_large(head, start, stop)
-                return
+                start = self._begin_large(head, start, stop)
+                continue
             if available < total:
                 break
             frame = bytes(view[start : start + total])
@@ -291,44 +301,36 @@ class TcpWire(Wire):
             cut = HEAD_BYTES + n_header
             payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
             self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
-        rest = stop - start
-        if rest and start:
-            self._in[:rest] = bytes(view[start:stop])
-        self._start, self._stop = 0, rest
+        if start < stop and self._reading:
+            self._rest = bytes(view[start:stop])
 
     def _parse_message(self, start: int, stop: int) -> int:
         """Deliver one handshake message; returns the bytes it took, 0 when it isn't whole yet."""
         if stop - start < _LENGTH.size:
             return 0
-        (length,) = _LENGTH.unpack_from(self._in, start)
+        (length,) = _LENGTH.unpack_from(self._room, start)
         if length > MAX_HANDSHAKE_BYTES:
             raise AuthenticationError(f"handshake message of {length} bytes, limit {MAX_HANDSHAKE_BYTES}")
         begin = start + _LENGTH.size
         if stop - begin < length:
             return 0
-        self.on_message(bytes(self._view[begin : begin + length]))
+        self.on_message(bytes(self._room[begin : begin + length]))
         return _LENGTH.size + int(length)
 
-    def _begin_large(self, head: Head, start: int, stop: int) -> None:
-        """Check the head, allocate the frame's own buffer, and move what has arrived of it there."""
+    def _begin_large(self, head: Head, start: int, stop: int) -> int:
+        """Check the head, allocate the frame's own buffer, and move what has arrived of it there; returns the end."""
         assert self._opener is not None
         after = start + HEAD_BYTES
-        mac = self._opener.large(head, self._view[start:after], self._view[after : after + TAG_BYTES])
+        mac = self._opener.large(head, self._room[start:after], self._room[after : after + TAG_BYTES])
         start = after + TAG_BYTES
-        self._head, self._mac = head, mac
         self._body = aligned_buffer(head.header_bytes, head.payload_bytes + TAG_BYTES)
+        self._head, self._mac = head, mac
         self._body_got = 0
         n = min(stop - start, len(self._body))
-        self._body[:n] = self._view[start : start + n]
-        start += n
-        rest = stop - start
-        if rest:
-            self._in[:rest] = bytes(self._view[start:stop])
-        self._start, self._stop = 0, rest
         if n:
+            self._body[:n] = self._room[start : start + n]
             self._bulk_arrived(n)
-        if rest:  # more than the large frame had arrived, so it's whole and delivered
-            self._parse()
+        return start + n
 
     def _bulk_arrived(self, n: int) -> None:
         body, head, mac = self._body, self._head, self._mac
@@ -391,13 +393,15 @@ class TcpWire(Wire):
 class TcpPort(Port):
     """A bound, listening socket."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, accepted: Callable[[Wire], None]) -> None:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, scheme: str, accepted: Callable[[socket.socket, str], None]
+    ) -> None:
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
         self._accepted = accepted
         self._open = True
-        self.address = _format_address(sock)
+        self.address = _format_address(sock, scheme)
         loop.add_reader(self._fd, self._acceptable)
 
     def _acceptable(self) -> None:
@@ -418,7 +422,7 @@ class TcpPort(Port):
                 self._loop.call_later(0.5, self._resume)
                 return
             sock.setblocking(False)
-            self._accepted(TcpWire(self._loop, sock, str(address[0])))
+            self._accepted(sock, str(address[0]))
 
     def _resume(self) -> None:
         if self._open:
@@ -438,6 +442,11 @@ class TcpCarrier(Carrier):
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
+        self._room = memoryview(bytearray(_INPUT_BYTES))
+
+    def _wire(self, sock: socket.socket, remote: str) -> Wire:
+        """What talks over a connected, non-blocking socket."""
+        return TcpWire(self._loop, sock, remote, self._room)
 
     def listen(self, bind: str, accepted: Callable[[Wire], None]) -> Port:
         try:
@@ -455,12 +464,12 @@ class TcpCarrier(Carrier):
                 f"can't listen on {bind!r}: {error.strerror or error}; "
                 "expected an address of this host, check the site's interface"
             ) from error
-        return TcpPort(self._loop, sock, accepted)
+        return TcpPort(self._loop, sock, self.scheme, lambda sock, remote: accepted(self._wire(sock, remote)))
 
     def dial(
         self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
     ) -> Callable[[], None]:
-        family, target = parse_address(address)
+        family, target = parse_address(address, self.scheme)
         loop = self._loop
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         code = sock.connect_ex(target)
@@ -485,7 +494,7 @@ class TcpCarrier(Carrier):
                 sock.close()
                 failed(_no_connection(address, code))
             else:
-                connected(TcpWire(loop, sock, address))
+                connected(self._wire(sock, address))
 
         def refused() -> None:
             nonlocal waiting
@@ -513,7 +522,10 @@ def parse_address(address: str, scheme: str = "tcp") -> tuple[int, tuple[str, in
     wrong = UserError(f"address {address!r}: expected {scheme}://address:port with a numeric IPv4 or [IPv6] address")
     if not address.startswith(f"{scheme}://") or not colon or not port.isdecimal() or int(port) > 65535 or not host:
         raise wrong
-    host = host.removeprefix("[").removesuffix("]")
+    if ":" in host:  # only in brackets is it clear where the address ends
+        if not (host.startswith("[") and host.endswith("]")):
+            raise wrong
+        host = host[1:-1]
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError as error:
@@ -526,9 +538,9 @@ def _no_connection(address: str, code: int) -> PeerLost:
     return PeerLost(f"{address}: can't connect: {os.strerror(code)}")
 
 
-def _format_address(sock: socket.socket) -> str:
+def _format_address(sock: socket.socket, scheme: str) -> str:
     host, port = sock.getsockname()[:2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _no_delay(sock: socket.socket) -> None:

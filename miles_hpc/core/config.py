@@ -172,7 +172,7 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     transport: Literal["tcp", "ucx"] = "tcp"
     interface: str = ""  # interfaces to bind: names and patterns, as "ib0", "ib0,ib1", "hsn*"; "" = the site's
     heartbeat_interval_s: float = 1.0
-    lost_after_s: float = 5.0  # no heartbeat for so long: lost
+    lost_after_s: float = 4.5  # no heartbeat for so long: lost; leaves half a second of the 5 s that are promised
     lease_s: float = 10.0  # an agent whose controller is silent for so long kills its children
     connect_deadline_s: float = 60.0
     start_deadline_s: float = 300.0  # all roles ready

@@ -9,6 +9,8 @@
     rollout host -> sandbox host SandboxCreate SandboxExec SandboxDestroy
     agent -> controller          Heartbeat ChildEvent
     controller -> supervisor     RestartHost RestartRole RunEnded
+    controller -> agent          OpenRelay
+    anybody -> anybody           Relay RelayProbe      (a command on its way to many)
 
 A reply is a struct as well. Arrays in a message travel in the payload behind the header wherever they are large.
 """
@@ -76,6 +78,70 @@ class Shutdown(Message, frozen=True, kw_only=True):
     urgent: ClassVar[bool] = True
 
     reason: str
+
+
+class RelayTarget(msgspec.Struct, frozen=True, array_like=True):
+    """A process that a command is for: its name, and where it listens (tried in this order)."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+
+
+class Relay(Message, frozen=True, kw_only=True):
+    """A command for this process and for `targets`, to which this process passes it on. Reply: RelayDone.
+
+    `message` is the command itself, encoded. `(root, number)` is its id: a process runs one id once and answers it
+    again from memory. The payload behind this message is the command's.
+    """
+
+    cancellable: ClassVar[bool] = True
+
+    root: str  # the process that gave the command, with its start: numbers of one root rise
+    number: int
+    message: bytes
+    targets: tuple[RelayTarget, ...] = ()
+    arity: int  # the most processes that one process passes it on to, unless it stands in for a lost one
+    deadline_s: float  # from the arrival of this message on
+    silent_s: float  # a process that passes on and doesn't answer a probe for so long is stood in for
+
+
+class OpenRelay(Message, frozen=True, kw_only=True):
+    """Listen on `interface` (as the site says it), so that others can pass commands on to this process.
+
+    Reply: RelayOpen.
+    """
+
+    interface: str
+
+
+class RelayOpen(Message, frozen=True, kw_only=True):
+    addresses: tuple[str, ...]
+
+
+class RelayProbe(Message, frozen=True, kw_only=True):
+    """Is the process that passes a command on still there? Answered without delay."""
+
+    urgent: ClassVar[bool] = True
+
+
+class RelayOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a command at one process: the encoded reply, or the error that kept it from coming."""
+
+    name: str
+    via: str  # who asked it
+    latency_s: float  # from the start at the process that reports this
+    message: bytes = b""
+    payload_bytes: int = 0
+    error: str = ""  # class of core.errors; empty for a reply
+    kind: str = ""  # of a RemoteError: the class of the exception there
+    text: str = ""
+
+
+class RelayDone(Message, frozen=True, kw_only=True):
+    """Outcomes of the process itself and of `targets`. Payload: the replies' payloads, in this order."""
+
+    outcomes: tuple[RelayOutcome, ...]
+    took_s: float
 
 
 class ScoreTokens(Message, frozen=True, kw_only=True):

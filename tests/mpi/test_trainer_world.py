@@ -19,7 +19,7 @@ import pytest
 from checkpoints.publish import publish_bytes
 from miles_hpc.control.auth import load_secret, new_secret
 from miles_hpc.control.membership import ServiceAddress, publish_service
-from miles_hpc.control.tcp import TcpTransport
+from miles_hpc.control.opening import open_transport
 from miles_hpc.control.terms import claim_term
 from miles_hpc.core import exits, toml
 from miles_hpc.core.config import ControlConfig, GroupConfig, GroupsConfig, RunConfig, SiteConfig
@@ -108,7 +108,9 @@ class Controller:
         return Credentials(self.secret, identity)
 
     async def open(self) -> Controller:
-        self.listener = await TcpTransport(self.credentials("controller")).listen(self._handle, on_connect=self._join)
+        self.listener = await open_transport("tcp", self.credentials("controller")).listen(
+            self._handle, on_connect=self._join
+        )
         publish_service(
             self.paths,
             ServiceAddress(name="controller", addresses=(self.listener.address,), attempt=ATTEMPT, term=self.term),
@@ -180,7 +182,7 @@ async def pull(controller: Controller, staged: Any) -> dict[str, bytes]:
             got[piece.name] = bytes(data[offset : offset + piece.n_bytes])
             offset += piece.n_bytes
 
-    endpoint = await TcpTransport(controller.credentials("engine")).connect(staged.source, deadline_s=10)
+    endpoint = await open_transport("tcp", controller.credentials("engine")).connect(staged.source, deadline_s=10)
     await fetch(endpoint.call, staged.version, staged.plan_digest, take, deadline=Deadline(60, "fetch"))
     await endpoint.close()
     return got

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_hpc.control.opening import open_transport
+from miles_hpc.control.opening import open_blocking_transport, open_carrier, open_transport
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.transport import Credentials, PeerIdentity
 
@@ -12,10 +12,14 @@ ME = Credentials(bytes(32), PeerIdentity(role="trainer", name="a", host="h", pid
 
 
 def test_transports_by_name() -> None:
-    assert type(open_transport("tcp", ME)).__name__ == "TcpTransport"
-    assert type(open_transport("loopback", ME)).__name__ == "LoopbackTransport"
-    with pytest.raises(UserError, match="transport 'mpi': expected tcp, ucx or loopback"):
-        open_transport("mpi", ME)
+    for kind in ("tcp", "loopback"):
+        blocking = open_blocking_transport(kind, ME)
+        assert blocking.chosen()["transport"] == kind
+        blocking.close()
+        assert open_carrier(kind).scheme == kind
+    for opened in (open_carrier, lambda kind: open_transport(kind, ME), lambda kind: open_blocking_transport(kind, ME)):
+        with pytest.raises(UserError, match="transport 'udp': expected tcp, ucx, mpi, loopback"):
+            opened("udp")
 
 
 def test_ucx_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from miles_hpc.control.tcp import TcpTransport
+from miles_hpc.control.opening import open_transport
 from miles_hpc.core.errors import DeadlineExpired, PeerLost, UserError
 from miles_hpc.core.messages import Message, SandboxExec
 from miles_hpc.core.transport import Credentials, Endpoint, Listener, PeerIdentity, Transport
@@ -19,7 +19,7 @@ FILES = {"a": "1\n"}
 
 def transport(name: str) -> Transport:
     identity = PeerIdentity(role="sandbox", name=name, host="localhost", pid=1, attempt=1, term=1)
-    return TcpTransport(Credentials(secret=b"s" * 32, identity=identity))
+    return open_transport("tcp", Credentials(secret=b"s" * 32, identity=identity))
 
 
 class Server:

@@ -11,9 +11,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from miles_hpc.control import tcp
+from miles_hpc.control import greeting
+from miles_hpc.control.asyncio_face import AsyncTransport
 from miles_hpc.control.auth import new_secret
-from miles_hpc.control.tcp import TcpTransport, parse_address
+from miles_hpc.control.frames import Limits
+from miles_hpc.control.opening import open_transport
+from miles_hpc.control.tcp import parse_address
 from miles_hpc.core.errors import MilesError, PeerLost, UserError
 from miles_hpc.core.messages import EndSession, Heartbeat, Message
 from miles_hpc.core.transport import Credentials, Endpoint, Listener, PeerIdentity
@@ -22,9 +25,14 @@ SECRET = new_secret()
 WAIT_S = 60.0
 
 
-def transport(name: str) -> TcpTransport:
+def transport(name: str, limits: Limits | None = None) -> AsyncTransport:
     who = PeerIdentity(role="trainer", name=name, host="host", pid=os.getpid(), attempt=1, term=1)
-    return TcpTransport(Credentials(SECRET, who))
+    return open_transport("tcp", Credentials(SECRET, who), limits=limits)
+
+
+def target(listener: Listener) -> tuple[str, int]:
+    """Host and port of a listener."""
+    return parse_address(listener.address)[1][:2]
 
 
 async def echo(endpoint: Endpoint, message: Message, payload: memoryview) -> tuple[Message, list[memoryview]]:
@@ -47,7 +55,7 @@ async def still_serves(listener: Listener) -> None:
 
 async def stranger(listener: Listener, data: bytes) -> bytes:
     """Send bytes without knowing the secret; returns all that comes back."""
-    reader, writer = await asyncio.open_connection(*parse_address(listener.address))
+    reader, writer = await asyncio.open_connection(*target(listener))
     try:
         writer.write(data)
         writer.write_eof()
@@ -76,11 +84,11 @@ def test_garbage_gets_at_most_the_challenge() -> None:
 
 
 def test_silent_connections_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 0.3)
+    monkeypatch.setattr(greeting, "HANDSHAKE_DEADLINE_S", 0.3)
 
     async def main() -> None:
         listener = await transport("listener").listen(echo)
-        reader, writer = await asyncio.open_connection(*parse_address(listener.address))
+        reader, writer = await asyncio.open_connection(*target(listener))
         assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
         writer.close()
         await still_serves(listener)
@@ -90,13 +98,13 @@ def test_silent_connections_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_half_open_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "MAX_HALF_OPEN", 4)
+    monkeypatch.setattr(greeting, "MAX_HALF_OPEN", 4)
 
     async def main() -> None:
         listener = await transport("listener").listen(echo)
         connections = []
         for _ in range(7):
-            connections.append(await asyncio.open_connection(*parse_address(listener.address)))
+            connections.append(await asyncio.open_connection(*target(listener)))
             await asyncio.sleep(0.02)
         for reader, _ in connections[:3]:
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
@@ -112,7 +120,7 @@ class Proxy:
     """Stands between dialer and listener, may change one byte of one direction, and records what the dialer sent."""
 
     def __init__(self, listener: Listener, *, towards_listener: bool = True, flip_at: int = -1) -> None:
-        self.target = parse_address(listener.address)
+        self.target = target(listener)
         self.flip_at = flip_at
         self.towards_listener = towards_listener
         self.recorded = bytearray()
@@ -179,6 +187,32 @@ def test_a_changed_byte_ends_the_endpoint(towards_listener: bool, beyond: int) -
     run(main)
 
 
+@pytest.mark.parametrize("beyond", [0, 4, 5, 8, 9, 16, 26, 40, 60, 300])
+def test_a_changed_byte_of_small_frames_ends_the_endpoint(beyond: int) -> None:
+    """Where a changed length made the reader wait for more, the frames behind it don't verify."""
+    seen: list[str] = []
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, EndSession)
+        seen.append(message.session_id)
+
+    async def main() -> None:
+        listener = await transport("listener").listen(handler)
+        proxy = Proxy(listener)
+        endpoint = await transport("dialer").connect(await proxy.open(), deadline_s=WAIT_S)
+        await endpoint.call(EndSession(session_id="first"), deadline_s=WAIT_S)
+        proxy.flip_at = proxy.passed[True] + beyond
+        with pytest.raises(PeerLost):
+            for n in range(5000):
+                await endpoint.notify(EndSession(session_id=str(n)), payload=[bytes(20)])
+                await asyncio.sleep(0)
+        assert seen == ["first", *map(str, range(len(seen) - 1))]
+        await proxy.close()
+        await listener.close()
+
+    run(main)
+
+
 def test_a_recorded_conversation_cannot_be_replayed() -> None:
     seen: list[Message] = []
 
@@ -220,15 +254,33 @@ def test_more_than_the_kernel_takes_at_once_is_delivered() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("address", ["", "tcp://", "tcp://host", "tcp://host:x", "host:1", "ucx://host:1", "tcp://:5"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "tcp://",
+        "tcp://10.0.0.1",
+        "tcp://10.0.0.1:x",
+        "10.0.0.1:1",
+        "ucx://10.0.0.1:1",
+        "tcp://:5",
+        "tcp://node7:4711",
+        "tcp://10.0.0.1:65536",
+        "tcp://10.0.0.1:-1",
+        "tcp://[::1:5",
+        "tcp://::1:5",
+    ],
+)
 def test_bad_addresses_are_user_errors(address: str) -> None:
-    with pytest.raises(UserError, match="expected tcp://host:port"):
+    with pytest.raises(UserError, match="expected tcp://address:port with a numeric"):
         parse_address(address)
 
 
 def test_addresses() -> None:
-    assert parse_address("tcp://node7:4711") == ("node7", 4711)
-    assert parse_address("tcp://[::1]:5") == ("::1", 5)
+    assert parse_address("tcp://10.0.0.7:4711") == (socket.AF_INET, ("10.0.0.7", 4711))
+    family, address = parse_address("tcp://[::1]:5")
+    assert family == socket.AF_INET6
+    assert address[:2] == ("::1", 5)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
@@ -255,12 +307,9 @@ def test_an_address_of_another_host_cannot_be_bound() -> None:
 
 def test_a_frame_above_the_limit_fails_that_call_only() -> None:
     async def main() -> None:
-        who = transport("listener")
-        who.limits = tcp.Limits(payload_bytes=1000)
-        listener = await who.listen(echo)
-        dialer = transport("dialer")
-        dialer.limits = tcp.Limits(payload_bytes=1000)
-        endpoint = await dialer.connect(listener.address, deadline_s=WAIT_S)
+        limits = Limits(payload_bytes=1000)
+        listener = await transport("listener", limits).listen(echo)
+        endpoint = await transport("dialer", limits).connect(listener.address, deadline_s=WAIT_S)
         with pytest.raises(MilesError, match="payload of 1001 bytes, limit 1000"):
             await endpoint.call(Heartbeat(), payload=[bytes(1001)], deadline_s=WAIT_S)
         await endpoint.call(Heartbeat(), payload=[bytes(1000)], deadline_s=WAIT_S)

@@ -1,105 +1,21 @@
-"""The transport contract: every implementation passes the same tests."""
+"""The core of the transport contract, asyncio face: what every kind of transport promises."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from miles_hpc.control.auth import new_secret
-from miles_hpc.control.frames import Limits
-from miles_hpc.control.opening import open_transport
-from miles_hpc.core.errors import (
-    AuthenticationError,
-    DeadlineExpired,
-    FencedError,
-    PeerLost,
-    RemoteError,
-    UserError,
-)
-from miles_hpc.core.messages import (
-    Ack,
-    ChildEvent,
-    DescribeWeights,
-    EndSession,
-    Heartbeat,
-    Message,
-    Shutdown,
-)
-from miles_hpc.core.transport import Buffer, Credentials, Endpoint, Listener, PeerIdentity, Transport
+from miles_hpc.core.errors import DeadlineExpired, FencedError, PeerLost, RemoteError
+from miles_hpc.core.messages import Ack, ChildEvent, DescribeWeights, EndSession, Heartbeat, Message, Shutdown
+from miles_hpc.core.transport import Endpoint
 from miles_hpc.core.types import WeightVersion
-from miles_hpc.core.version import PROTOCOL_VERSION
-
-SECRET = new_secret()
-WAIT_S = 60.0  # a bound against hanging, not an expectation
-HAS_UCX = importlib.util.find_spec("ucxx") is not None
-
-KINDS = [
-    "loopback",
-    "tcp",
-    pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="ucxx isn't installed: pip install ucxx-cu12")),
-]
+from tests.conformance.transport_kinds import WAIT_S, NotInTheVocabulary, echo, make, pair, run
 
 
-class NotInTheVocabulary(Message, frozen=True, kw_only=True):
-    """A message that no decoder knows."""
-
-
-def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: int = 1) -> Credentials:
-    identity = PeerIdentity(role="trainer", name=name, host="host", pid=os.getpid(), attempt=attempt, term=term)
-    return Credentials(secret, identity)
-
-
-def make(
-    kind: str, name: str, *, version: int = PROTOCOL_VERSION, limits: Limits | None = None, **who: Any
-) -> Transport:
-    return open_transport(kind, credentials(name, **who), version=version, limits=limits)
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(WAIT_S * 2):
-            await main()
-
-    asyncio.run(bounded())
-
-
-async def echo(endpoint: Endpoint, message: Message, payload: memoryview) -> tuple[Message, Sequence[Buffer]]:
-    return message, [payload]
-
-
-@asynccontextmanager
-async def pair(
-    kind: str, server: Any = echo, client: Any = None, **options: Any
-) -> AsyncIterator[tuple[Endpoint, Endpoint, Listener]]:
-    """The dialer's endpoint, the listener's endpoint, the listener."""
-    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
-
-    async def on_connect(endpoint: Endpoint) -> None:
-        accepted.put_nowait(endpoint)
-
-    listener = await make(kind, "listener").listen(server, on_connect=on_connect, **options)
-    try:
-        endpoint = await make(kind, "dialer").connect(listener.address, client, deadline_s=WAIT_S)
-        try:
-            yield endpoint, await accepted.get(), listener
-        finally:
-            await endpoint.close("test ended")
-    finally:
-        await listener.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_identities_are_exchanged(kind: str) -> None:
     async def main() -> None:
         async with pair(kind) as (dialer, accepted, listener):
@@ -111,7 +27,6 @@ def test_identities_are_exchanged(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_none_answers_ack_and_messages_survive(kind: str) -> None:
     seen: list[Message] = []
 
@@ -129,7 +44,6 @@ def test_none_answers_ack_and_messages_survive(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(0,), (1,), (5, 0, 7), (1000, 1), (70_000,), (65_536 - 16,), (3, 200_000, 4096)])
 def test_payload_both_ways(kind: str, sizes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
@@ -151,7 +65,6 @@ def test_payload_both_ways(kind: str, sizes: tuple[int, ...]) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_typed_buffers_are_sent_as_their_bytes(kind: str) -> None:
     array = np.arange(100_000, dtype=np.int32)
 
@@ -163,7 +76,6 @@ def test_typed_buffers_are_sent_as_their_bytes(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_64_mib(kind: str) -> None:
     block = os.urandom(1 << 20)
     buffers = [block, memoryview(block)] * 32
@@ -178,7 +90,6 @@ def test_64_mib(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_large_header(kind: str) -> None:
     async def main() -> None:
         async with pair(kind) as (dialer, _, _):
@@ -191,7 +102,6 @@ def test_large_header(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_concurrent_calls_in_both_directions(kind: str) -> None:
     async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Any:
         assert isinstance(message, EndSession)
@@ -213,7 +123,6 @@ def test_concurrent_calls_in_both_directions(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_notifies_keep_their_order(kind: str) -> None:
     seen: list[int] = []
     done = asyncio.Event()
@@ -234,7 +143,6 @@ def test_notifies_keep_their_order(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_small_messages_do_not_overtake_large_ones(kind: str) -> None:
     sizes = [3 << 20, 0, 10, 2 << 20, 1 << 20, 100_000, 5, (1 << 20) - 1, 5 << 20, 1]
     seen: list[int] = []
@@ -256,7 +164,6 @@ def test_small_messages_do_not_overtake_large_ones(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_loop_stays_responsive_while_a_large_payload_travels(kind: str) -> None:
     async def main() -> None:
         async with pair(kind) as (dialer, _, _):
@@ -276,7 +183,6 @@ def test_the_loop_stays_responsive_while_a_large_payload_travels(kind: str) -> N
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_handler_may_call_back(kind: str) -> None:
     async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Message:
         return (await endpoint.call(EndSession(session_id="back"), deadline_s=WAIT_S)).message
@@ -288,7 +194,6 @@ def test_a_handler_may_call_back(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_handler_exception_becomes_remote_error(kind: str) -> None:
     async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
         raise FencedError("term 2 exists")
@@ -307,7 +212,6 @@ def test_handler_exception_becomes_remote_error(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_unknown_message_closes_the_endpoint(kind: str) -> None:
     async def main() -> None:
         async with pair(kind) as (dialer, accepted, _):
@@ -321,7 +225,6 @@ def test_unknown_message_closes_the_endpoint(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_expired_deadline_names_peer_message_and_time(kind: str) -> None:
     release = asyncio.Event()
 
@@ -340,7 +243,6 @@ def test_expired_deadline_names_peer_message_and_time(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_cancelled_call_is_forgotten(kind: str) -> None:
     async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
         if isinstance(message, Shutdown):
@@ -359,7 +261,6 @@ def test_cancelled_call_is_forgotten(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("who", ["dialer", "accepted", "listener"])
 def test_close_fails_pending_calls_on_both_sides(kind: str, who: str) -> None:
     entered: asyncio.Queue[None] = asyncio.Queue()
@@ -392,7 +293,6 @@ def test_close_fails_pending_calls_on_both_sides(kind: str, who: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_on_close_runs_once_per_accepted_endpoint(kind: str) -> None:
     closed: list[str] = []
 
@@ -413,35 +313,6 @@ def test_on_close_runs_once_per_accepted_endpoint(kind: str) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("error", [FencedError("incarnation 2 exists"), UserError("no room")])
-def test_on_connect_refuses(kind: str, error: Exception) -> None:
-    handled: list[Message] = []
-    closed: list[Endpoint] = []
-
-    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
-        handled.append(message)
-
-    async def on_connect(endpoint: Endpoint) -> None:
-        await asyncio.sleep(0.05)
-        raise error
-
-    async def on_close(endpoint: Endpoint) -> None:
-        closed.append(endpoint)
-
-    async def main() -> None:
-        listener = await make(kind, "listener").listen(handler, on_connect=on_connect, on_close=on_close)
-        expected = FencedError if isinstance(error, FencedError) else RemoteError
-        with pytest.raises(expected, match=str(error)):
-            await make(kind, "dialer").connect(listener.address, deadline_s=WAIT_S)
-        await listener.close()
-        assert not handled
-        assert not closed
-
-    run(main)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_on_connect_may_call_the_dialer_before_it_is_admitted(kind: str) -> None:
     order: list[str] = []
 
@@ -463,107 +334,5 @@ def test_on_connect_may_call_the_dialer_before_it_is_admitted(kind: str) -> None
         assert order == ["admitted", "handled", "handled"]
         await dialer.close()
         await listener.close()
-
-    run(main)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_strangers_are_refused(kind: str) -> None:
-    async def main() -> None:
-        listener = await make(kind, "listener", attempt=2, term=7).listen(echo)
-        with pytest.raises(AuthenticationError):
-            await make(kind, "stranger", secret=new_secret()).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(FencedError, match=r"attempt 1.*attempt 2"):
-            await make(kind, "old", attempt=1, term=7).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(FencedError, match=r"term 1.*term 7"):
-            await make(kind, "old", attempt=2, term=1).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(PeerLost, match=r"attempt 3.*attempt 2"):  # it is the listener that was left over
-            await make(kind, "newer", attempt=3, term=8).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(PeerLost, match=r"term 8.*term 7"):
-            await make(kind, "newer", attempt=2, term=8).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(AuthenticationError, match=f"version {PROTOCOL_VERSION} at the peer, 9 here"):
-            await make(kind, "new", version=9).connect(listener.address, deadline_s=WAIT_S)
-        friend = await make(kind, "friend", attempt=2, term=7).connect(listener.address, deadline_s=WAIT_S)
-        assert (await friend.call(Heartbeat(), deadline_s=WAIT_S)).message == Heartbeat()
-        await friend.close()
-        await listener.close()
-
-    run(main)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_term_accepts_other_terms_of_the_same_attempt(kind: str) -> None:
-    async def main() -> None:
-        listener = await make(kind, "listener").listen(echo, any_term=True)
-        endpoint = await make(kind, "later", term=7).connect(listener.address, deadline_s=WAIT_S)
-        assert endpoint.peer.term == 1
-        await endpoint.call(Heartbeat(), deadline_s=WAIT_S)
-        await endpoint.close()
-        with pytest.raises(FencedError):
-            await make(kind, "old", attempt=0, term=9).connect(listener.address, deadline_s=WAIT_S)
-        with pytest.raises(PeerLost):
-            await make(kind, "newer", attempt=2).connect(listener.address, deadline_s=WAIT_S)
-        await listener.close()
-
-    run(main)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nobody_listens(kind: str) -> None:
-    async def main() -> None:
-        listener = await make(kind, "listener").listen(echo)
-        await listener.close()
-        with pytest.raises((PeerLost, DeadlineExpired)):
-            await make(kind, "dialer").connect(listener.address, deadline_s=3.0)
-
-    run(main)
-
-
-CHILD = """
-import asyncio, os, sys
-from miles_hpc.control.opening import open_transport
-from miles_hpc.core.messages import Heartbeat
-from miles_hpc.core.transport import Credentials, PeerIdentity
-
-async def main():
-    me = PeerIdentity(role="rollout", name="victim", host="host", pid=os.getpid(), attempt=1, term=1)
-    transport = open_transport(sys.argv[1], Credentials(bytes.fromhex(sys.stdin.readline()), me))
-    async def handler(endpoint, message, payload):
-        await asyncio.sleep(600)
-    endpoint = await transport.connect(sys.argv[2], handler, deadline_s=60)
-    await endpoint.call(Heartbeat(), deadline_s=60)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_killed_peer_is_noticed(kind: str) -> None:
-    async def main() -> None:
-        joined: asyncio.Queue[Endpoint] = asyncio.Queue()
-
-        async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
-            joined.put_nowait(endpoint)
-
-        listener = await make(kind, "listener").listen(handler)
-        child = subprocess.Popen([sys.executable, "-c", CHILD, kind, listener.address], stdin=subprocess.PIPE)
-        try:
-            assert child.stdin is not None
-            child.stdin.write(SECRET.hex().encode() + b"\n")
-            child.stdin.close()
-            endpoint = await asyncio.wait_for(joined.get(), WAIT_S)
-            call = asyncio.create_task(endpoint.call(Heartbeat(), deadline_s=WAIT_S))
-            await asyncio.sleep(0.2)
-            start = time.monotonic()
-            os.kill(child.pid, signal.SIGKILL)
-            with pytest.raises(PeerLost, match=r"victim.*endpoint closed"):
-                await call
-            assert endpoint.closed.is_set()
-            assert time.monotonic() - start < 2.0  # the promise of this transport, kept by the kernel
-        finally:
-            child.kill()
-            child.wait()
-            await listener.close()
 
     run(main)

@@ -1,0 +1,32 @@
+"""The kinds of transport that the suites run on."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_hpc.control.opening import open_carrier
+from miles_hpc.core.errors import UserError
+
+#: Elastic ones lose and admit peers while they run. Under mpi any loss means the next start.
+ELASTIC_KINDS = ["loopback", "tcp", "ucx"]
+CORE_KINDS = [*ELASTIC_KINDS, pytest.param("mpi", marks=pytest.mark.mpi)]
+
+
+def _available(kind: str) -> str:
+    try:
+        open_carrier(kind)
+    except UserError as error:
+        pytest.skip(str(error))
+    return kind
+
+
+@pytest.fixture(params=CORE_KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of transport that can be opened here."""
+    return _available(request.param)
+
+
+@pytest.fixture(params=ELASTIC_KINDS)
+def elastic_kind(request: pytest.FixtureRequest) -> str:
+    """Every kind whose peers may come and go."""
+    return _available(request.param)
