@@ -62,6 +62,7 @@ _CALL, _REPLY, _FAILURE, _NOTIFY = int(Frame.CALL), int(Frame.REPLY), int(Frame.
 _STREAM, _ITEM, _CANCEL, _CREDIT_FRAME = int(Frame.STREAM), int(Frame.ITEM), int(Frame.CANCEL), int(Frame.CREDIT)
 
 _ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
+_KINDS = frozenset(map(int, Frame))
 
 
 def _failure(kind: str, text: str) -> bytes:
@@ -426,15 +427,16 @@ class Conversation:
             return
         try:
             if kind == _REPLY:
-                # Decoded first: an answer that can't be read ends the connection, and with it this call.
-                reply = _ACK_REPLY if header == _ACK and not payload else Reply(decode(header), payload)
-                self._answered(call_id).settle(reply)
+                # Read first: an exchange that was taken out and not settled would wait for ever.
+                is_ack = header == _ACK and not payload
+                self._answered(call_id, _ACK_REPLY if is_ack else Reply(decode(header), payload))
             elif kind in _ASKING:
                 self._take(Incoming(kind, call_id, decode(header), payload, len(header) + len(payload)))
             else:
                 self._rare_frame(kind, call_id, header, payload)
         except (ProtocolError, msgspec.MsgspecError, struct.error, RecursionError) as error:
-            self._violated(f"protocol error: {error}")
+            name = Frame(kind).name if kind in _KINDS else f"frame of kind {kind}"
+            self._violated(f"protocol error in {name}: {error}")
         except Exception as error:  # ours: end this connection only, since the wire can't go on after half a frame
             import logging
 
@@ -444,7 +446,7 @@ class Conversation:
     def _rare_frame(self, kind: int, call_id: int, header: bytes, payload: memoryview) -> None:
         if kind == _FAILURE:
             failure = _read_failure(header)
-            self._answered(call_id).settle(RemoteError(failure.text, kind=failure.kind, peer=self.peer.name))
+            self._answered(call_id, RemoteError(failure.text, kind=failure.kind, peer=self.peer.name))
         elif kind == _ITEM:
             exchange = self._exchanges.get(call_id)
             if exchange is None or exchange.kind != _STREAM:
@@ -476,16 +478,16 @@ class Conversation:
             )
             self.abandon(f"refused by the peer: {failure.text}")
 
-    def _answered(self, call_id: int) -> Exchange:
-        """The exchange that this answer ends; its share of the peer's window is free again."""
+    def _answered(self, call_id: int, result: Reply | Exception) -> None:
+        """End the exchange that this answers; its share of the peer's window is free again."""
         exchange = self._exchanges.pop(call_id, None)
         if exchange is None:
             raise ProtocolError(f"answer to call {call_id}, which isn't open")
         self._used_messages -= 1
         self._used_bytes -= exchange.cost
+        exchange.settle(result)
         if self._waiting:
             self._room_appeared()
-        return exchange
 
     def _credited(self, call_id: int, messages: int, n_bytes: int) -> None:
         if call_id:

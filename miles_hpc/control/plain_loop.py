@@ -169,17 +169,15 @@ class PlainLoop:
             worked = self._poll() if self._pollers else False
             if done():
                 return True
-            timeout = 0.0
-            if not ready and not worked:
-                timeout = _LONGEST_WAIT_S
-                if end is not None or timers:
-                    now = time()
-                    if end is not None:
-                        if now >= end:
-                            return False
-                        timeout = min(timeout, end - now)
-                    if timers:
-                        timeout = min(timeout, max(0.0, timers[0][0] - now))
+            timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
+            if end is not None or timers:
+                now = time()
+                if end is not None:
+                    if now >= end:
+                        return False
+                    timeout = min(timeout, end - now)
+                if timers:
+                    timeout = min(timeout, max(0.0, timers[0][0] - now))
             for fd, mask in self._look(timeout):
                 try:
                     if mask & _READ:
@@ -192,7 +190,7 @@ class PlainLoop:
                     _report(callback)
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
-        if self.spin_s and timeout:
+        if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:
                 events = self._epoll.poll(0)
@@ -200,9 +198,7 @@ class PlainLoop:
                     return events
         if timeout and self._back_off is not None:
             timeout = min(timeout, self._back_off.pause_s())
-            if not timeout:
-                os.sched_yield()
-            elif timeout < _EPOLL_STEP_S:
+            if 0.0 < timeout < _EPOLL_STEP_S:
                 time.sleep(timeout)
                 timeout = 0.0
         if not timeout and not self._readers and not self._writers:

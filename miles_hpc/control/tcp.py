@@ -8,7 +8,8 @@ Payloads aren't copied in Python: sent from the caller's buffers, received into 
 authenticated) size. Many small frames leave in one system call and arrive in one. A callback must not run the loop, or
 other wires would write over the shared input that is being parsed.
 
-A peer that was killed is noticed by the closed socket; a cut link isn't: heartbeats (roster.py) are for that.
+A peer that was killed is noticed by the closed socket at once. A cut link is what heartbeats (roster.py) are for; where
+there are none, dead_paths.py ends the connection later.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
+from miles_hpc.control.dead_paths import LOOK_S, UNANSWERED_S, keep_alive, unanswered_s
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     INLINE_BYTES,
@@ -89,7 +91,9 @@ class TcpWire(Wire):
         self._body = _EMPTY  # header, payload and MAC of it
         self._body_got = 0
         self._closing: TimerHandle | None = None
+        self._next_look: TimerHandle | None = None
         _no_delay(sock)
+        keep_alive(sock)
         loop.add_reader(self._fd, self._readable)
 
     # ------------------------------------------------------------------------------ sending
@@ -190,10 +194,23 @@ class TcpWire(Wire):
             self._writing = wants
             if wants:
                 self._loop.add_writer(self._fd, self._write)
+                if self._next_look is None:
+                    self._next_look = self._loop.call_later(LOOK_S, self._look)
             else:
                 self._loop.remove_writer(self._fd)
         if not wants and self._closing is not None:
             self._say_end()
+
+    def _look(self) -> None:
+        """Sending may be held up by a slow peer, which is fine, or because nobody is there any more."""
+        self._next_look = None
+        if not self._open or not self._writing:
+            return
+        silent_s = unanswered_s(self._sock)
+        if silent_s >= UNANSWERED_S:
+            self._fail(f"endpoint closed: the peer's host has acknowledged nothing for {silent_s:.0f} s")
+        else:
+            self._next_look = self._loop.call_later(LOOK_S, self._look)
 
     def _prepare(self) -> int:
         """Move the next piece of the backlog to the ready ones; returns its size."""
@@ -379,8 +396,9 @@ class TcpWire(Wire):
             return
         self._open = False
         self._reading = False
-        if self._closing is not None:
-            self._closing.cancel()
+        for timer in (self._closing, self._next_look):
+            if timer is not None:
+                timer.cancel()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
@@ -393,14 +411,15 @@ class TcpWire(Wire):
 class TcpPort(Port):
     """A bound, listening socket."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, accepted: Callable[[Wire], None], room: memoryview) -> None:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, scheme: str, accepted: Callable[[socket.socket, str], None]
+    ) -> None:
         self._loop = loop
         self._sock = sock
-        self._room = room
         self._fd = sock.fileno()
         self._accepted = accepted
         self._open = True
-        self.address = _format_address(sock)
+        self.address = _format_address(sock, scheme)
         loop.add_reader(self._fd, self._acceptable)
 
     def _acceptable(self) -> None:
@@ -421,7 +440,7 @@ class TcpPort(Port):
                 self._loop.call_later(0.5, self._resume)
                 return
             sock.setblocking(False)
-            self._accepted(TcpWire(self._loop, sock, str(address[0]), self._room))
+            self._accepted(sock, str(address[0]))
 
     def _resume(self) -> None:
         if self._open:
@@ -443,6 +462,10 @@ class TcpCarrier(Carrier):
         self._loop = loop
         self._room = memoryview(bytearray(_INPUT_BYTES))
 
+    def _wire(self, sock: socket.socket, remote: str) -> Wire:
+        """What talks over a connected, non-blocking socket."""
+        return TcpWire(self._loop, sock, remote, self._room)
+
     def listen(self, bind: str, accepted: Callable[[Wire], None]) -> Port:
         try:
             found = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -459,12 +482,12 @@ class TcpCarrier(Carrier):
                 f"can't listen on {bind!r}: {error.strerror or error}; "
                 "expected an address of this host, check the site's interface"
             ) from error
-        return TcpPort(self._loop, sock, accepted, self._room)
+        return TcpPort(self._loop, sock, self.scheme, lambda sock, remote: accepted(self._wire(sock, remote)))
 
     def dial(
         self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
     ) -> Callable[[], None]:
-        family, target = parse_address(address)
+        family, target = parse_address(address, self.scheme)
         loop = self._loop
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         code = sock.connect_ex(target)
@@ -489,7 +512,7 @@ class TcpCarrier(Carrier):
                 sock.close()
                 failed(_no_connection(address, code))
             else:
-                connected(TcpWire(loop, sock, address, self._room))
+                connected(self._wire(sock, address))
 
         def refused() -> None:
             nonlocal waiting
@@ -533,9 +556,9 @@ def _no_connection(address: str, code: int) -> PeerLost:
     return PeerLost(f"{address}: can't connect: {os.strerror(code)}")
 
 
-def _format_address(sock: socket.socket) -> str:
+def _format_address(sock: socket.socket, scheme: str) -> str:
     host, port = sock.getsockname()[:2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _no_delay(sock: socket.socket) -> None:
