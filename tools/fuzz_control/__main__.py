@@ -38,6 +38,7 @@ from miles_hpc.control.auth import new_secret
 from miles_hpc.control.greeting import LOG_INTERVAL_S, MAX_HALF_OPEN, MAX_LOGGED_REFUSALS
 from miles_hpc.control.opening import open_carrier
 from tools.fuzz_control.broken_peer import misbehave
+from tools.fuzz_control.impostor import fuzz_dialers
 from tools.fuzz_control.in_process import fuzz_conversations, fuzz_handshakes, fuzz_seals, fuzz_wires
 from tools.fuzz_control.strangers import besiege, knock, knock_at_ucx
 from tools.fuzz_control.tally import Tally
@@ -46,7 +47,7 @@ from tools.fuzz_control.watch import GoodClient, TargetProcess
 
 #: Parts of a target's frames. A stranger's or a tampered frame costs a connection, a broken peer's doesn't.
 _SHARES = {"strangers": 0.15, "tampering": 0.05, "broken peer": 0.80}
-_IN_PROCESS = {"wires": 0.10, "seals": 0.40, "handshakes": 0.15, "conversations": 0.35}
+_IN_PROCESS = {"wires": 0.10, "seals": 0.40, "handshakes": 0.12, "dialers": 0.03, "conversations": 0.35}
 _MAX_PEAK_BYTES = 512 << 20
 _MAX_KEPT_BYTES = 24 << 20
 
@@ -187,6 +188,7 @@ def _alone(frames: int, seed: int) -> list[Tally]:
     fuzz_wires(rng, share["wires"], tallies["wires"])
     fuzz_seals(rng, share["seals"], tallies["seals"])
     fuzz_handshakes(rng, share["handshakes"], new_secret(), tallies["handshakes"])
+    fuzz_dialers(rng, share["dialers"], new_secret(), tallies["dialers"])
     fuzz_conversations(rng, share["conversations"], tallies["conversations"])
     return list(tallies.values())
 
