@@ -55,7 +55,7 @@ def test_throwing_timers_out_loses_none() -> None:
 def test_a_timer_may_cancel_others_while_timers_run() -> None:
     loop = PlainLoop()
     ran: list[int] = []
-    later = [loop.call_later(0.001, ran.append, n) for n in range(1000)]
+    later = []
 
     def cancel_all() -> None:
         ran.append(-1)
@@ -63,6 +63,7 @@ def test_a_timer_may_cancel_others_while_timers_run() -> None:
             timer.cancel()
 
     loop.call_later(0.0, cancel_all)
+    later += [loop.call_later(0.001, ran.append, n) for n in range(1000)]
     loop.run_until(lambda: False, loop.time() + 0.05)
     assert ran == [-1]
     loop.close()
