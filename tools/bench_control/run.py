@@ -1,6 +1,6 @@
 """The run: stages in random order, repeat after repeat, until all are done or the time is used up.
 
-    for each repeat:  shuffle(stages of the summary), shuffle(the others) ── stage = one arm with one number of peers:
+    for each repeat:  shuffle(stages of each turn) ── stage = one arm with one number of peers:
                           session (kept; under MPI a fresh world) ── start peers ── check, place, time each cell ── stop
 
 A stage that fails is left out from then on, with its reason; everything else goes on.
@@ -45,10 +45,9 @@ class Stage:
     repeats: int
 
     @property
-    def first(self) -> bool:
-        """Whether the summary needs it: those come first, so that they are measured even when time is short."""
-        spec = self.spec
-        return (self.n_peers == 1 and spec.name in FIRST) or (spec.startup and not spec.full_only)
+    def turn(self) -> int:
+        """Lower turns come first in each repeat: FIRST, then everything else."""
+        return FIRST.get(self.spec.name, 2) if self.n_peers == 1 or self.spec.startup else 2
 
     @property
     def name(self) -> str:
@@ -107,7 +106,7 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
             repeat_began = time.monotonic()
             todo = [stage for stage in stages if repeat < stage.repeats]
             random.Random(f"{seed}/{repeat}").shuffle(todo)
-            todo.sort(key=lambda stage: not stage.first)  # stable: each part stays shuffled
+            todo.sort(key=lambda stage: stage.turn)  # stable: stages of the same turn stay shuffled
             order.append({})
             for stage in todo:
                 progress(done, total, f"repeat {repeat + 1}: {stage.spec.name}, {stage.name}")
@@ -195,7 +194,7 @@ class _Runner:
                 result.errors[stage.name] = f"left out: the run's {self._settings.budget_s:.0f} s are used up"
             return
         over = Deadline(max(3.0, remaining_s) if self._settings.quick else 600.0, "stage")
-        patience_s = (20.0 if stage.first else 10.0) if self._settings.quick else 120.0
+        patience_s = (20.0 if stage.turn < 2 else 10.0) if self._settings.quick else 120.0
 
         def left(wanted_s: float) -> float:
             return max(1.0, min(wanted_s, over.remaining_s))
