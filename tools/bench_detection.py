@@ -61,6 +61,10 @@ def _five(control: ControlConfig) -> float:
     return 5.0
 
 
+def _lease(control: ControlConfig) -> float:
+    return control.lease_s + 1.0  # a second for ending the child, which is part of what is measured
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -70,8 +74,8 @@ FAULTS = {
         Fault("mute", "agent isn't heard, but hears", _five),
         # Its last heartbeat arrives up to an interval after the fault; only the answer doesn't.
         Fault("deaf", "agent is heard, but doesn't hear", lambda c: c.lost_after_s + c.heartbeat_interval_s),
-        Fault("lease-cut", "lease: agent ends, cut off", lambda control: control.lease_s, until="closed"),
-        Fault("lease-stop", "lease: agent ends, controller SIGSTOP", lambda control: control.lease_s, until="closed"),
+        Fault("lease-cut", "lease: agent ends, cut off", _lease, until="closed"),
+        Fault("lease-stop", "lease: agent ends, controller SIGSTOP", _lease, until="closed"),
     )
 }
 _GROUPS = {"lease": ("lease-cut", "lease-stop")}
@@ -133,7 +137,7 @@ class Crew:
             time.sleep(0.05)
 
     def round(self, fault: Fault, n: int, rng: random.Random) -> list[tuple[float, str]]:
-        """Inject the fault into `n` agents, wait until it is noticed, repair it. Returns (seconds, evidence) of each."""
+        """Inject the fault into `n` agents, wait until it is noticed, repair it. Returns (seconds, evidence) each."""
         time.sleep(_SETTLE_S)
         everybody = fault.name == "lease-stop"  # who can't be spared when it is the controller that is stopped
         hosts = self._stage.hosts if everybody else rng.sample(self._stage.hosts, n)

@@ -62,6 +62,7 @@ _CALL, _REPLY, _FAILURE, _NOTIFY = int(Frame.CALL), int(Frame.REPLY), int(Frame.
 _STREAM, _ITEM, _CANCEL, _CREDIT_FRAME = int(Frame.STREAM), int(Frame.ITEM), int(Frame.CANCEL), int(Frame.CREDIT)
 
 _ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
+_KINDS = frozenset(map(int, Frame))
 
 
 def _failure(kind: str, text: str) -> bytes:
@@ -434,7 +435,8 @@ class Conversation:
             else:
                 self._rare_frame(kind, call_id, header, payload)
         except (ProtocolError, msgspec.MsgspecError, struct.error, RecursionError) as error:
-            self._violated(f"protocol error: {error}")
+            name = Frame(kind).name if kind in _KINDS else f"frame of kind {kind}"
+            self._violated(f"protocol error in {name}: {error}")
         except Exception as error:  # ours: end this connection only, since the wire can't go on after half a frame
             import logging
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
@@ -87,7 +87,7 @@ class _Large:
     __slots__ = ("_left", "_ready", "_views", "handed_over", "mac")
 
     def __init__(
-        self, header: bytes, views: list[memoryview], n_bytes: int, mac: BodyMac | None, handed_over: _Done | None
+        self, header: bytes, views: Sequence[memoryview], n_bytes: int, mac: BodyMac | None, handed_over: _Done | None
     ) -> None:
         self._ready = deque(_cut(memoryview(header)))
         self._views = deque(views)
@@ -194,7 +194,7 @@ class MpiWire(Wire):
         kind: int,
         call_id: int,
         header: bytes,
-        views: list[memoryview],
+        views: Sequence[memoryview],
         n_bytes: int,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:
@@ -333,9 +333,14 @@ class MpiWire(Wire):
         try:
             self._parse(data)
         except (AuthenticationError, ProtocolError) as error:
-            self._reading = False
-            self._held.clear()
-            self.on_violated(str(error))
+            self._violated(str(error))
+        except MemoryError:
+            self._violated("no memory for a frame of the announced size")
+
+    def _violated(self, reason: str) -> None:
+        self._reading = False
+        self._held.clear()
+        self.on_violated(reason)
 
     def _parse(self, data: memoryview) -> None:
         """Deliver the items of an envelope, as far as no large frame is in the way."""
@@ -354,20 +359,20 @@ class MpiWire(Wire):
                 continue
             if stop - start < HEAD_BYTES:
                 raise ProtocolError(f"{stop - start} bytes instead of a frame")
-            kind, n_header, n_payload, call_id = head = read_head(data, start)
+            head = read_head(data, start)
+            kind, n_header, n_payload, call_id = head
             total = HEAD_BYTES + n_header + n_payload + TAG_BYTES
             if total > INLINE_BYTES:
                 start = self._begin_large(opener, head, data, start)
                 continue
-            end = start + total
-            if end > stop:
+            if total > stop - start:
                 raise ProtocolError(f"{stop - start} bytes of a frame of {total}")
-            opener.small(data[start:end])
-            cut = start + HEAD_BYTES + n_header
-            header = bytes(data[start + HEAD_BYTES : cut])
-            payload = memoryview(bytes(data[cut : end - TAG_BYTES])) if n_payload else _EMPTY
-            start = end
-            self.on_frame(kind, call_id, header, payload)
+            frame = bytes(data[start : start + total])
+            opener.small(frame)
+            start += total
+            cut = HEAD_BYTES + n_header
+            payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
+            self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
 
     def _parse_message(self, data: memoryview, start: int) -> int:
         """Deliver one handshake message; returns the bytes it took."""
@@ -442,9 +447,7 @@ class MpiWire(Wire):
             try:
                 self._deliver_large(arriving.tag)
             except AuthenticationError as error:
-                self._reading = False
-                self._held.clear()
-                self.on_violated(str(error))
+                self._violated(str(error))
         held = self._held
         while held and self._reading and not self._asked:
             item = held.popleft()

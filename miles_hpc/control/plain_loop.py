@@ -190,7 +190,7 @@ class PlainLoop:
                     _report(callback)
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
-        if self.spin_s and timeout:
+        if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:
                 events = self._epoll.poll(0)

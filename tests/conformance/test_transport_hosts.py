@@ -181,6 +181,28 @@ def test_pending_calls_end_with_the_endpoint(kind: str, face: str) -> None:
         assert answer["error"] == "PeerLost", answer
 
 
+def test_tcp_ends_connections_to_a_host_that_is_out_of_reach_though_nobody_closes_them() -> None:
+    """One side has more to send than sockets take, the other one is idle. Nobody has a deadline, nobody a heartbeat."""
+    with pair("tcp", "asyncio") as opened:
+        order = opened.dialer.order(do="notify", bytes=1 << 20, times=1000, deadline_s=600.0)
+        time.sleep(0.2)
+        opened.network.cut(opened.far)
+        answer = opened.dialer.answer(order, 2 * WAIT_S)
+        assert answer["error"] == "PeerLost", answer
+        assert "acknowledged nothing for 2" in answer["text"], answer
+        assert "endpoint closed" in opened.listener.wait_for("closed", 2 * WAIT_S)["text"]
+
+
+def test_tcp_keeps_the_connection_to_a_living_host_whose_process_does_not_read() -> None:
+    with pair("tcp", "asyncio") as opened:
+        opened.listener.process.send_signal(signal.SIGSTOP)
+        notified = opened.dialer.ask(2 * WAIT_S, do="notify", bytes=1 << 20, times=1000, deadline_s=45.0)
+        assert notified["held_back"], notified
+        opened.listener.process.send_signal(signal.SIGCONT)
+        assert_works(opened)
+        assert not [line for line in opened.dialer.told if line["event"] == "closed"]
+
+
 # ------------------------------------------------------------------------------------------ roster and lease
 
 #: Quicker than the defaults; what is short of them is only waiting time.

@@ -1,6 +1,6 @@
 """The run: stages in random order, repeat after repeat, until all are done or the time is used up.
 
-    for each repeat:  shuffle(stages) ── stage = one arm with one number of peers:
+    for each repeat:  shuffle(stages of the summary), shuffle(the others) ── stage = one arm with one number of peers:
                           session (kept; under MPI a fresh world) ── start peers ── check, place, time each cell ── stop
 
 A stage that fails is left out from then on, with its reason; everything else goes on.
@@ -22,7 +22,7 @@ from typing import Any
 from miles_hpc.core.errors import MilesError
 from tools.bench_control.caller import Ask
 from tools.bench_control.conditions import conditions
-from tools.bench_control.plan import BOX_NODES, ArmSpec, Cell, Settings
+from tools.bench_control.plan import BOX_NODES, FIRST, ArmSpec, Cell, Settings
 from tools.bench_control.session import ArmFailed, Session, descendants, environment, reap
 from tools.bench_control.spread import ArmResult, Spread, combine
 from tools.bench_control.summary import summarise
@@ -42,6 +42,12 @@ class Stage:
     n_peers: int
     cells: tuple[Cell, ...]
     repeats: int
+
+    @property
+    def first(self) -> bool:
+        """Whether the summary needs it: those come first, so that they are measured even when time is short."""
+        spec = self.spec
+        return (self.n_peers == 1 and spec.name in FIRST) or (spec.startup and not spec.full_only)
 
     @property
     def name(self) -> str:
@@ -71,7 +77,8 @@ def stages_of(specs: Sequence[ArmSpec], settings: Settings) -> tuple[list[Stage]
             continue
         for n_peers in sorted({cell.peers for cell in settings.cells}):
             cells = tuple(cell for cell in settings.cells if cell.peers == n_peers)
-            stage = Stage(spec, n_peers, cells, settings.repeats)
+            first = n_peers == 1 and spec.name in FIRST
+            stage = Stage(spec, n_peers, cells, settings.repeats if first else settings.repeats_of_others)
             if (spec.name, n_peers) in settings.skipped:
                 arms[spec.name].errors[stage.name] = f"left out: {settings.skipped[spec.name, n_peers]}"
             else:
@@ -89,7 +96,9 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
     root.chmod(0o755)  # munged insists; what is secret below has a mode of its own
     runner = _Runner(settings, root, cores, arms)
     try:
+        progress(0, len(stages), "Slurm box and Ray")
         runner.box_for(stages)
+        runner.warm(stages)
         done, repeats = 0, max((stage.repeats for stage in stages), default=0)
         total = sum(stage.repeats for stage in stages)
         order: list[list[str]] = []
@@ -97,10 +106,11 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
             repeat_began = time.monotonic()
             todo = [stage for stage in stages if repeat < stage.repeats]
             random.Random(f"{seed}/{repeat}").shuffle(todo)
+            todo.sort(key=lambda stage: not stage.first)  # stable: each part stays shuffled
             order.append([f"{stage.spec.name}, {stage.name}" for stage in todo])
             for stage in todo:
                 progress(done, total, f"repeat {repeat + 1}: {stage.spec.name}, {stage.name}")
-                runner.stage(stage, late=time.monotonic() - began > settings.budget_s - _CLOSING_S)
+                runner.stage(stage, settings.budget_s - _CLOSING_S - (time.monotonic() - began))
                 done += 1
             now = time.monotonic()
             if now - began + (now - repeat_began) + _CLOSING_S > settings.budget_s:
@@ -144,6 +154,7 @@ class _Runner:
         self._spreads: dict[tuple[str, str], tuple[Cell, list[Spread]]] = {}
         self._box: Box | None = None
         self._n_sessions = 0
+        self._strangers = descendants(os.getpid())
 
     def box_for(self, stages: Sequence[Stage]) -> None:
         """Bring the Slurm box up if a stage needs it; what goes wrong is the reason why start-up wasn't measured."""
@@ -158,25 +169,40 @@ class _Runner:
             for stage in wanting:
                 self._arms[stage.spec.name].errors[stage.name] = f"no Slurm box: {error}"
 
-    def stage(self, stage: Stage, *, late: bool) -> None:
-        """One stage of one repeat."""
+    def warm(self, stages: Sequence[Stage]) -> None:
+        """Start Ray, which takes longest, while there is time for sure."""
+        stage = next((stage for stage in stages if stage.spec.name == "ray"), None)
+        if stage is None:
+            return
+        try:
+            session = self._session(stage)
+            session.start(stage.n_peers, 30.0 if self._settings.quick else 120.0)
+            session.ask(Ask(do="stop"), 10.0)
+        except ArmFailed as error:
+            self._arms["ray"].errors |= {one.name: str(error) for one in stages if one.spec.name == "ray"}
+            self._end("ray")
+
+    def stage(self, stage: Stage, remaining_s: float) -> None:
+        """One stage of one repeat, unless the run's time is used up."""
         result = self._arms[stage.spec.name]
         if stage.name in result.errors:
             return
-        if late:
+        if remaining_s <= 0:
             if not any((stage.spec.name, cell.name) in self._spreads for cell in stage.cells):
                 result.errors[stage.name] = f"left out: the run's {self._settings.budget_s:.0f} s are used up"
             return
-        patience = 0.25 if self._settings.quick else 1.0
+        patience_s = 120.0
+        if self._settings.quick:
+            patience_s = max(5.0, min(remaining_s, 30.0 if stage.first else 10.0))
         try:
             session = self._session(stage)
-            told = session.start(stage.n_peers, 120.0 * patience)
+            told = session.start(stage.n_peers, patience_s)
             result.chosen |= told.chosen
             for cell in stage.cells:
-                told = session.ask(Ask(do="measure", cell=cell), 2 * cell.limit_s + 60.0 * patience)
+                told = session.ask(Ask(do="measure", cell=cell), 2 * cell.limit_s + patience_s)
                 assert told.spread is not None
                 self._spreads.setdefault((stage.spec.name, cell.name), (cell, []))[1].append(told.spread)
-            session.ask(Ask(do="stop"), 60.0 * patience)
+            session.ask(Ask(do="stop"), patience_s)
             result.chosen |= session.lanes()
             if stage.spec.mpi:
                 self._end(stage.spec.name)
@@ -215,5 +241,5 @@ class _Runner:
                 if self._box is not None:
                     self._box.down()
             finally:
-                end(descendants(os.getpid()), grace_s=2.0)
+                end(descendants(os.getpid()) - self._strangers, grace_s=2.0)
                 reap()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import resource
@@ -34,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_hpc.control.auth import new_secret
-from miles_hpc.control.greeting import MAX_HALF_OPEN, MAX_LOGGED_REFUSALS
+from miles_hpc.control.greeting import LOG_INTERVAL_S, MAX_HALF_OPEN, MAX_LOGGED_REFUSALS
 from miles_hpc.control.opening import open_carrier
 from tools.fuzz_control.broken_peer import misbehave
 from tools.fuzz_control.in_process import fuzz_conversations, fuzz_handshakes, fuzz_seals, fuzz_wires
@@ -58,6 +59,7 @@ def _attack(kind: str, face: str, frames: int, seed: int) -> tuple[list[Tally], 
     verdict = Tally("watch", where)
     reasons: dict[str, set[str]] = {}
     carrier = open_carrier(kind)
+    start = time.monotonic()
     with TargetProcess(kind, face, secret) as target:
         good = GoodClient(kind, target.address, secret)
         good.start()
@@ -89,6 +91,7 @@ def _attack(kind: str, face: str, frames: int, seed: int) -> tuple[list[Tally], 
             over.set()
             sampler.join()
             good.stop()
+    verdict.duration_s = time.monotonic() - start
     tallies = [*stages.values(), verdict]
     for name, tally in warm.items():
         stages[name].violations += tally.violations
@@ -158,9 +161,8 @@ def _judge(
     if after["log_leaks"]:
         verdict.violated("the secret is in the log")
     refusals = after["log_lines"].get("miles_hpc.control.greeting:WARNING", 0)
-    minutes = 2 + verdict.duration_s / 60
-    if refusals > minutes * (MAX_LOGGED_REFUSALS + 1) * 10:
-        verdict.violated(f"{refusals} lines in the log about strangers")
+    if refusals > (1 + verdict.duration_s // LOG_INTERVAL_S) * (MAX_LOGGED_REFUSALS + 1):
+        verdict.violated(f"{refusals} lines in the log about strangers in {verdict.duration_s:.0f} s")
     errors = {name: n for name, n in after["log_lines"].items() if name.endswith(":ERROR")}
     if errors.keys() - {"miles_hpc.control.asyncio_face:ERROR", "miles_hpc.control.blocking_face:ERROR"}:
         verdict.violated(f"errors in the log: {errors}")
@@ -179,13 +181,14 @@ def _alone(frames: int, seed: int) -> list[Tally]:
 
 def _print(console: Console, tallies: list[Tally], targets: list[dict[str, Any]], conditions: dict[str, Any]) -> None:
     stages = Table(title="mutated frames")
-    for name in ("stage", "against", "frames", "connections", "frames/s", "violations"):
+    for name in ("stage", "against", "frames", "connections", "frames/s", "borne by contract", "violations"):
         stages.add_column(name, justify="left" if name in ("stage", "against") else "right")
     for tally in tallies:
         if tally.frames:
             rate = f"{tally.frames / tally.duration_s:,.0f}" if tally.duration_s else ""
             row = (f"{tally.frames:,}", f"{tally.connections:,}" if tally.connections else "", rate)
-            stages.add_row(tally.stage, tally.where, *row, str(tally.n_violations))
+            borne = f"{tally.counts['borne']:,}" if tally.counts["borne"] else ""
+            stages.add_row(tally.stage, tally.where, *row, borne, str(tally.n_violations))
     console.print(stages)
     table = Table(title="targets: before, at most, after")
     for name in ("target", "memory, MiB", "descriptors", "tasks", "half-open", "endpoints", "objects", "log lines"):
@@ -214,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default="tcp", help="transports, separated by commas (default: tcp)")
     parser.add_argument("--json", action="store_true", help="one object on stdout instead of tables")
     args = parser.parse_args(argv)
+    logging.disable(logging.CRITICAL)  # of the parts in this process; the target counts its own lines
     start = time.monotonic()
     kinds = args.kinds.split(",")
     tallies: list[Tally] = []

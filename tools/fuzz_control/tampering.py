@@ -97,10 +97,7 @@ def _tampered(rng: Random, client: _Client, other: _Client | None) -> tuple[byte
     rest = client.frame("forged-1", payload[:100]) + client.frame("forged-2")
     how = rng.randrange(9)
     if how <= 2:
-        broken = changed(rng, frame)
-        while broken.startswith(frame):
-            broken = changed(rng, frame)
-        return broken + rest, 3
+        return changed(rng, frame) + rest, 3
     if how == 3:
         return frame[: rng.randrange(len(frame))], 1  # cut off, then the end
     if how == 4:
