@@ -71,6 +71,8 @@ class AsyncEndpoint(Endpoint, Face):
         try:
             return await future
         except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.exception()  # lost in the same turn of the loop: known now, not to be reported as forgotten
             conversation.give_up(exchange, DeadlineExpired("the call was cancelled"))
             raise
 
