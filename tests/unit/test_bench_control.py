@@ -81,7 +81,7 @@ def test_every_size_and_number_of_peers_is_measured_in_both_directions(settings:
     cells = settings.cells
     assert len({cell.name for cell in cells}) == len(cells)
     for size in (1 << 10, 64 << 10, MIB8):
-        for placement in ("free", "apart"):
+        for placement in ("free", "apart") if size == MIB8 or not settings.quick else ("free",):
             one = [cell for cell in cells if cell.calls == 1 and cell.placement == placement]
             assert [cell for cell in one if cell.argument_bytes == size]
             assert [cell for cell in one if cell.result_bytes == size]

@@ -1,6 +1,6 @@
 """The run: stages in random order, repeat after repeat, until all are done or the time is used up.
 
-    for each repeat:  shuffle(stages of the summary), shuffle(the others) ── stage = one arm with one number of peers:
+    for each repeat:  shuffle(stages of each turn) ── stage = one arm with one number of peers:
                           session (kept; under MPI a fresh world) ── start peers ── check, place, time each cell ── stop
 
 A stage that fails is left out from then on, with its reason; everything else goes on.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError
 from tools.bench_control.caller import Ask
 from tools.bench_control.conditions import conditions
@@ -44,10 +45,9 @@ class Stage:
     repeats: int
 
     @property
-    def first(self) -> bool:
-        """Whether the summary needs it: those come first, so that they are measured even when time is short."""
-        spec = self.spec
-        return (self.n_peers == 1 and spec.name in FIRST) or (spec.startup and not spec.full_only)
+    def turn(self) -> int:
+        """Lower turns come first in each repeat: FIRST, then everything else."""
+        return FIRST.get(self.spec.name, 2) if self.n_peers == 1 or self.spec.startup else 2
 
     @property
     def name(self) -> str:
@@ -101,16 +101,18 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
         runner.warm(stages)
         done, repeats = 0, max((stage.repeats for stage in stages), default=0)
         total = sum(stage.repeats for stage in stages)
-        order: list[list[str]] = []
+        order: list[dict[str, float]] = []  # of each repeat: the stages in their order, and the seconds they took
         for repeat in range(repeats):
             repeat_began = time.monotonic()
             todo = [stage for stage in stages if repeat < stage.repeats]
             random.Random(f"{seed}/{repeat}").shuffle(todo)
-            todo.sort(key=lambda stage: not stage.first)  # stable: each part stays shuffled
-            order.append([f"{stage.spec.name}, {stage.name}" for stage in todo])
+            todo.sort(key=lambda stage: stage.turn)  # stable: stages of the same turn stay shuffled
+            order.append({})
             for stage in todo:
                 progress(done, total, f"repeat {repeat + 1}: {stage.spec.name}, {stage.name}")
-                runner.stage(stage, settings.budget_s - _CLOSING_S - (time.monotonic() - began))
+                stage_began = time.monotonic()
+                runner.stage(stage, settings.budget_s - _CLOSING_S - (stage_began - began))
+                order[-1][f"{stage.spec.name}, {stage.name}"] = round(time.monotonic() - stage_began, 2)
                 done += 1
             now = time.monotonic()
             if now - began + (now - repeat_began) + _CLOSING_S > settings.budget_s:
@@ -191,18 +193,21 @@ class _Runner:
             if not any((stage.spec.name, cell.name) in self._spreads for cell in stage.cells):
                 result.errors[stage.name] = f"left out: the run's {self._settings.budget_s:.0f} s are used up"
             return
-        patience_s = 120.0
-        if self._settings.quick:
-            patience_s = max(5.0, min(remaining_s, 30.0 if stage.first else 10.0))
+        over = Deadline(max(3.0, remaining_s) if self._settings.quick else 600.0, "stage")
+        patience_s = (20.0 if stage.turn < 2 else 10.0) if self._settings.quick else 120.0
+
+        def left(wanted_s: float) -> float:
+            return max(1.0, min(wanted_s, over.remaining_s))
+
         try:
             session = self._session(stage)
-            told = session.start(stage.n_peers, patience_s)
+            told = session.start(stage.n_peers, left(patience_s))
             result.chosen |= told.chosen
             for cell in stage.cells:
-                told = session.ask(Ask(do="measure", cell=cell), 2 * cell.limit_s + patience_s)
+                told = session.ask(Ask(do="measure", cell=cell), left(2 * cell.limit_s + patience_s))
                 assert told.spread is not None
                 self._spreads.setdefault((stage.spec.name, cell.name), (cell, []))[1].append(told.spread)
-            session.ask(Ask(do="stop"), patience_s)
+            session.ask(Ask(do="stop"), left(patience_s))
             result.chosen |= session.lanes()
             if stage.spec.mpi:
                 self._end(stage.spec.name)

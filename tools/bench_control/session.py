@@ -106,7 +106,7 @@ class Session:
         found = dict.fromkeys(re.findall(r"cfg#\d+ (\S.*)", self._log.read_text(errors="replace")))
         return {"UCX lanes": "; ".join(found)} if found else {}
 
-    def close(self, deadline_s: float = 20.0) -> None:
+    def close(self, deadline_s: float = 10.0) -> None:
         """Ask it to end, then end by pid what is left of it and of its descendants."""
         self._family = descendants(self._process.pid)
         try:
