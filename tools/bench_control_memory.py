@@ -51,24 +51,23 @@ def _credentials(name: str, secret: Path) -> Credentials:
 
 
 class _Peers:
-    """Many endpoints in one loop, which all call once per heartbeat interval while `beating` is set."""
+    """Many endpoints in one loop, which all call once per heartbeat interval while `beating` is set.
+
+    Each has a transport of its own, hence a UCX worker: to the controller they look like as many processes.
+    """
 
     def __init__(self, kind: str, address: str, secret: Path, first: int, n: int) -> None:
         self.beating = asyncio.Event()
-        self._kind = kind
         self._address = address
-        self._secret = secret
-        self._numbers = range(first, first + n)
+        self._transports = [open_transport(kind, _credentials(f"peer-{first + i}", secret)) for i in range(n)]
+        for transport in self._transports:
+            transport.chosen()  # opens it
         self._endpoints: list[Endpoint] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
         """Connect all of them at once."""
-        transports = [open_transport(self._kind, _credentials(f"peer-{n}", self._secret)) for n in self._numbers]
-        if self._kind == "ucx":  # one worker for all, as a worker per endpoint would measure something else
-            for transport in transports[1:]:
-                transport._carrier = transports[0].carrier
-        connecting = [transport.connect(self._address, deadline_s=_DEADLINE_S) for transport in transports]
+        connecting = [transport.connect(self._address, deadline_s=_DEADLINE_S) for transport in self._transports]
         self._endpoints = await asyncio.gather(*connecting)
         for position, endpoint in enumerate(self._endpoints):
             delay_s = _HEARTBEAT_S * position / len(self._endpoints)
@@ -93,8 +92,9 @@ class _Peers:
                 raise error
 
 
-async def _obey(peers: _Peers) -> None:
+async def _obey(args: argparse.Namespace) -> None:
     """Commands come over stdin, answers leave over stdout."""
+    peers = _Peers(args.kind, args.address, args.secret, args.first, args.peers)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     print("ready", flush=True)
@@ -222,11 +222,7 @@ def _control_blocking(kind: str, secret: Path) -> None:
 def _inside(args: argparse.Namespace) -> None:
     """A started process: the controller, or some of the peers."""
     if args.part == "peers":
-
-        async def main() -> None:
-            await _obey(_Peers(args.kind, args.address, args.secret, args.first, args.peers))
-
-        asyncio.run(main())
+        asyncio.run(_obey(args))
     elif args.face == "asyncio":
         asyncio.run(_control_asyncio(args.kind, args.secret))
     else:
