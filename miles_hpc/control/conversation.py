@@ -290,7 +290,7 @@ class Conversation:
         if self._used_messages >= self._window_messages:
             return False
         used = self._used_bytes
-        return used + cost <= self._window_bytes or used < self._window_bytes // 2
+        return used + cost <= self._window_bytes or 2 * used < self._window_bytes
 
     def _dispatch(self, exchange: Exchange) -> None:
         self._used_messages += 1
@@ -510,7 +510,7 @@ class Conversation:
         taken, cost = self._taken_bytes, incoming.cost
         if (
             self._taken_messages >= limits.window_messages
-            or (taken + cost > limits.window_bytes and taken >= limits.window_bytes // 2)
+            or (taken + cost > limits.window_bytes and 2 * taken >= limits.window_bytes)
         ) and not (
             incoming.message.urgent
             and cost <= _URGENT_BYTES

@@ -14,6 +14,10 @@ from miles_hpc.core.deadline import Deadline
 __all__ = ["run_virtually"]
 
 
+#: What one round of the loop takes: a clock that stood still would let a wait for less than its resolution spin.
+_INSTANT_S = 1e-8
+
+
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
     """Looks at real descriptors without waiting; what would have been waited for is added to the clock."""
 
@@ -23,8 +27,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         events = super().select(0)
         if not events and timeout is None:
             raise RuntimeError("nothing is left to do and no timer is set: everybody waits for ever")
-        if not events and timeout is not None and timeout > 0:
-            self.now += timeout
+        self.now += _INSTANT_S if events or timeout is None else max(timeout, _INSTANT_S)
         return events
 
 
