@@ -1,4 +1,4 @@
-"""Streamed replies and cancellation, asyncio face: order, early ends, deadlines, and how far a producer may be ahead."""
+"""Streamed replies and cancellation, asyncio face: order, early ends, deadlines, how far a producer may be ahead."""
 
 from __future__ import annotations
 

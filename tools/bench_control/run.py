@@ -103,7 +103,6 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
         total = sum(stage.repeats for stage in stages)
         order: list[dict[str, float]] = []  # of each repeat: the stages in their order, and the seconds they took
         for repeat in range(repeats):
-            repeat_began = time.monotonic()
             todo = [stage for stage in stages if repeat < stage.repeats]
             random.Random(f"{seed}/{repeat}").shuffle(todo)
             todo.sort(key=lambda stage: stage.turn)  # stable: stages of the same turn stay shuffled
@@ -114,8 +113,9 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
                 runner.stage(stage, settings.budget_s - _CLOSING_S - (stage_began - began))
                 order[-1][f"{stage.spec.name}, {stage.name}"] = round(time.monotonic() - stage_began, 2)
                 done += 1
-            now = time.monotonic()
-            if now - began + (now - repeat_began) + _CLOSING_S > settings.budget_s:
+            again = [f"{stage.spec.name}, {stage.name}" for stage in todo if repeat + 1 < stage.repeats]
+            expected_s = sum(order[-1][name] for name in again)
+            if time.monotonic() - began + expected_s + _CLOSING_S > settings.budget_s:
                 break
         progress(done, done, "ending")
     finally:
