@@ -1,6 +1,6 @@
 """What connected peers cost an idle controller: memory, processor time, descriptors, and the time to let them in.
 
-    python -m tools.bench_control_memory [--peers 512] [--kinds tcp,loopback] [--json]
+    python -m tools.bench_control_memory [--peers 512] [--kinds tcp,loopback] [--quick] [--json]
 
     controller process (measured)  ◀── heartbeat of each peer, once a second ──  2 processes with half of the peers each
 
@@ -280,7 +280,7 @@ def _secret_file() -> Iterator[Path]:
         yield path
 
 
-def _measure(kind: str, face: str, n: int) -> dict[str, Any]:
+def _measure(kind: str, face: str, n: int, window_s: float) -> dict[str, Any]:
     """One controller and its peers."""
     with _secret_file() as secret, contextlib.ExitStack() as stack:
         controller = _Process("--part", "controller", "--kind", kind, "--face", face, "--secret", str(secret))
@@ -312,12 +312,12 @@ def _measure(kind: str, face: str, n: int) -> dict[str, Any]:
         joined = report()
         if joined["joined"] != n:
             raise RuntimeError(f"{joined['joined']} peers joined, expected {n}")
-        time.sleep(_WINDOW_S / 2)
+        time.sleep(window_s / 2)
         silent = report()
         tell("beat")
         time.sleep(3 * _HEARTBEAT_S)
         begin = report()
-        time.sleep(_WINDOW_S)
+        time.sleep(window_s)
         end = report()
         tell("rest")
     join_s = joined["last_joined"] - start
@@ -380,8 +380,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_control_memory", description="Memory and CPU of an idle controller."
     )
-    parser.add_argument("--peers", type=int, default=512)
+    parser.add_argument("--peers", type=int, help="(default: 512, quick: 64)")
     parser.add_argument("--kinds", default="tcp,loopback", help="separated by commas (default: tcp,loopback)")
+    parser.add_argument("--quick", action="store_true", help="fewer peers, shorter windows")
     parser.add_argument("--json", action="store_true", help="one object on stdout instead of a table")
     for hidden in ("--part", "--kind", "--face", "--address"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -392,15 +393,17 @@ def main(argv: list[str] | None = None) -> int:
         _inside(args)
         return 0
     load = Path("/proc/loadavg").read_text().split()[0]
-    results = [_measure(kind, face, args.peers) for kind in args.kinds.split(",") for face in _FACES]
+    peers = args.peers or (64 if args.quick else 512)
+    window_s = 2.0 if args.quick else _WINDOW_S
+    results = [_measure(kind, face, peers, window_s) for kind in args.kinds.split(",") for face in _FACES]
     conditions = {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cores": os.cpu_count(),
         "load before": load,
-        "peers": f"{args.peers} in {_N_PROCESSES} processes, asyncio face",
+        "peers": f"{peers} in {_N_PROCESSES} processes, asyncio face",
         "heartbeat s": _HEARTBEAT_S,
-        "window s": _WINDOW_S,
+        "window s": window_s,
         "repeats": 1,
     }
     if args.json:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tools.bench_control.arm import Arm
-from tools.bench_control.peers import failed
+from tools.bench_control.peers import die_with, failed
 from tools.bench_control.plan import ARMS, ArmSpec, Cell
 from tools.bench_control.spread import Spread, spread
 
@@ -48,9 +48,12 @@ def main() -> int:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--cores", required=True)
+    parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
     cores = [int(core) for core in args.cores.split(",")]
     spec = ARMS[args.arm]
+    if not ARMS[args.arm].mpi:  # ranks are children of mpiexec, which ends with its caller
+        die_with(args.parent)
     pids: list[int] = []
     if spec.mpi:
         from mpi4py import MPI

@@ -24,7 +24,7 @@ import msgspec
 
 from miles_hpc.core.deadline import Deadline
 
-__all__ = ["ForkedPeers", "addresses", "failed", "publish"]
+__all__ = ["ForkedPeers", "addresses", "die_with", "failed", "publish"]
 
 _START_S = 30.0
 

@@ -41,6 +41,7 @@ class Session:
         address = str(folder / "s")
         command = [sys.executable, "-P", "-m", "tools.bench_control.caller", spec.name]
         command += ["--socket", address, "--folder", str(folder), "--cores", ",".join(map(str, cores))]
+        command += ["--parent", str(os.getpid())]
         if spec.mpi:
             command = [*_mpiexec(n_peers + 1), *command]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
