@@ -27,6 +27,7 @@ _WRITE = select.EPOLLOUT
 _WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
 _MAX_CANCELLED = 100  # timers that are kept though they were cancelled, however few the others are
+_STUCK_S = 0.05  # without any event, before what was put off is called all the same
 _EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
 
@@ -62,7 +63,11 @@ class PlainLoop:
         self._pollers: dict[Callable[[], bool], float | None] = {}
         self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
+        self.depth = 0  # how many run_until lie within one another
+        self._put_off: deque[Callable[[bool], Any]] = deque()
+        self._put_off_depth = 0
         self._wake_fd = -1
+        self._wake_lock = threading.Lock()  # a descriptor that is being closed must not be written to
         self._thread = threading.get_ident()
         self.time = time.monotonic
 
@@ -73,8 +78,10 @@ class PlainLoop:
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> None:
         self._ready.append((callback, args))  # a deque's append is atomic
-        if self._wake_fd >= 0 and threading.get_ident() != self._thread:
-            os.eventfd_write(self._wake_fd, 1)
+        if threading.get_ident() != self._thread:
+            with self._wake_lock:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> _Timer:
         timer = _Timer(self, self.time() + delay, callback, args)
@@ -134,6 +141,18 @@ class PlainLoop:
         bounds = [bound for bound in self._pollers.values() if bound is not None]
         self._back_off = BackOff(min(bounds)) if bounds else None
 
+    def put_off(self, callback: Callable[[bool], Any], depth: int) -> None:
+        """Call it with False when at most `depth` run_until lie within one another. Before that with True, the newest
+        first, when nothing else has happened for a while: whoever waits may wait for it.
+        """
+        self._put_off.append(callback)
+        self._put_off_depth = depth
+
+    def resume(self) -> None:
+        """Call the oldest of what was put off if that may be; it calls `resume` when it's finished."""
+        if self._put_off and self.depth <= self._put_off_depth:
+            self._ready.appendleft((self._put_off.popleft(), (False,)))
+
     @property
     def busy(self) -> bool:
         """Whether a descriptor is watched, a source without one is polled, or a callback waits; timers don't count."""
@@ -160,39 +179,61 @@ class PlainLoop:
         readers, writers = self._readers, self._writers
         if self._pollers:
             self.hurry()
-        while True:
-            for _ in range(len(ready)):
-                if not ready:  # an inner run_until was quicker
-                    break
-                callback, args = ready.popleft()
+        stuck_at = 0.0  # when what was put off is called all the same; 0 while something happens
+        self.depth += 1
+        try:
+            while True:
+                for _ in range(len(ready)):
+                    if not ready:  # an inner run_until was quicker
+                        break
+                    callback, args = ready.popleft()
+                    try:
+                        callback(*args)
+                    except Exception:
+                        _report(callback)
+                if timers and timers[0][0] <= time():
+                    self._fire_timers()
+                worked = self._poll() if self._pollers else False
+                if done():
+                    return True
+                timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
+                if end is not None or timers:
+                    now = time()
+                    if end is not None:
+                        if now >= end:
+                            return False
+                        timeout = min(timeout, end - now)
+                    if timers:
+                        timeout = min(timeout, max(0.0, timers[0][0] - now))
+                if self._put_off and not ready and not worked:
+                    stuck_at = stuck_at or time() + _STUCK_S
+                    timeout = min(timeout, _STUCK_S)
+                else:
+                    stuck_at = 0.0
                 try:
-                    callback(*args)
-                except Exception:
-                    _report(callback)
-            if timers and timers[0][0] <= time():
-                self._fire_timers()
-            worked = self._poll() if self._pollers else False
-            if done():
-                return True
-            timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
-            if end is not None or timers:
-                now = time()
-                if end is not None:
-                    if now >= end:
-                        return False
-                    timeout = min(timeout, end - now)
-                if timers:
-                    timeout = min(timeout, max(0.0, timers[0][0] - now))
-            for fd, mask in self._look(timeout):
-                try:
-                    if mask & _READ:
-                        callback = readers.get(fd, _nothing)
-                        callback()
-                    if mask & _WRITABLE:
-                        callback = writers.get(fd, _nothing)
-                        callback()
-                except Exception:
-                    _report(callback)
+                    events = self._look(timeout)
+                except ValueError:
+                    if self._epoll.closed:  # by a callback: nothing can happen any more
+                        return done()
+                    raise
+                if stuck_at and (events or ready or time() >= stuck_at):
+                    stuck_at = 0.0
+                    if not events and not ready:
+                        ready.append((self._put_off.pop(), (True,)))
+                for fd, mask in events:
+                    try:
+                        if mask & _READ:
+                            callback = readers.get(fd, _nothing)
+                            callback()
+                        if mask & _WRITABLE:
+                            callback = writers.get(fd, _nothing)
+                            callback()
+                    except Exception:
+                        _report(callback)
+        finally:
+            self.depth -= 1
+            if self._put_off:
+                self.resume()
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
         if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
@@ -244,9 +285,10 @@ class PlainLoop:
 
     def close(self) -> None:
         """Release the descriptors."""
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
         self._epoll.close()
 
 
