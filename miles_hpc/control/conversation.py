@@ -62,6 +62,7 @@ _CALL, _REPLY, _FAILURE, _NOTIFY = int(Frame.CALL), int(Frame.REPLY), int(Frame.
 _STREAM, _ITEM, _CANCEL, _CREDIT_FRAME = int(Frame.STREAM), int(Frame.ITEM), int(Frame.CANCEL), int(Frame.CREDIT)
 
 _ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
+_KINDS = frozenset(map(int, Frame))
 
 
 def _failure(kind: str, text: str) -> bytes:
@@ -289,7 +290,7 @@ class Conversation:
         if self._used_messages >= self._window_messages:
             return False
         used = self._used_bytes
-        return used + cost <= self._window_bytes or used < self._window_bytes // 2
+        return used + cost <= self._window_bytes or 2 * used < self._window_bytes
 
     def _dispatch(self, exchange: Exchange) -> None:
         self._used_messages += 1
@@ -434,7 +435,8 @@ class Conversation:
             else:
                 self._rare_frame(kind, call_id, header, payload)
         except (ProtocolError, msgspec.MsgspecError, struct.error, RecursionError) as error:
-            self._violated(f"protocol error: {error}")
+            name = Frame(kind).name if kind in _KINDS else f"frame of kind {kind}"
+            self._violated(f"protocol error in {name}: {error}")
         except Exception as error:  # ours: end this connection only, since the wire can't go on after half a frame
             import logging
 
@@ -508,7 +510,7 @@ class Conversation:
         taken, cost = self._taken_bytes, incoming.cost
         if (
             self._taken_messages >= limits.window_messages
-            or (taken + cost > limits.window_bytes and taken >= limits.window_bytes // 2)
+            or (taken + cost > limits.window_bytes and 2 * taken >= limits.window_bytes)
         ) and not (
             incoming.message.urgent
             and cost <= _URGENT_BYTES

@@ -31,6 +31,12 @@ def open_carrier(kind: str, *, max_sleep_s: float | None = None) -> Callable[[Lo
         from miles_hpc.control.tcp import TcpCarrier
 
         return TcpCarrier
+    if kind == "ucx":
+        from miles_hpc.control.ucx import UcxCarrier
+        from miles_hpc.control.ucx_api import find_ucx
+
+        found = find_ucx()
+        return lambda loop: UcxCarrier(loop, found)
     if kind == "loopback":
         from miles_hpc.control.loopback import LoopbackCarrier
 

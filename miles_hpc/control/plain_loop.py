@@ -26,19 +26,23 @@ _READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _WRITE = select.EPOLLOUT
 _WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
+_MAX_CANCELLED = 100  # timers that are kept though they were cancelled, however few the others are
 _EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
 
 class _Timer:
-    __slots__ = ("args", "at", "callback")
+    __slots__ = ("args", "at", "callback", "loop")
 
-    def __init__(self, at: float, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, loop: PlainLoop, at: float, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.loop = loop
         self.at = at
-        self.callback: Callable[..., Any] | None = callback
+        self.callback: Callable[..., Any] | None = callback  # None once it has run or was cancelled
         self.args = args
 
     def cancel(self) -> None:
-        self.callback = None
+        if self.callback is not None:
+            self.callback, self.args = None, ()
+            self.loop._timer_cancelled()
 
 
 class PlainLoop:
@@ -54,6 +58,7 @@ class PlainLoop:
         self._writers: dict[int, Callable[..., Any]] = {}
         self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, _Timer]] = []
+        self._n_cancelled = 0  # of them
         self._pollers: dict[Callable[[], bool], float | None] = {}
         self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
@@ -72,7 +77,7 @@ class PlainLoop:
             os.eventfd_write(self._wake_fd, 1)
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> _Timer:
-        timer = _Timer(self.time() + delay, callback, args)
+        timer = _Timer(self, self.time() + delay, callback, args)
         heapq.heappush(self._timers, (timer.at, next(self._numbers), timer))
         return timer
 
@@ -220,11 +225,22 @@ class PlainLoop:
         now = self.time()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
-            if timer.callback is not None:
-                try:
-                    timer.callback(*timer.args)
-                except Exception:
-                    _report(timer.callback)
+            callback, timer.callback = timer.callback, None
+            if callback is None:
+                self._n_cancelled -= 1
+                continue
+            try:
+                callback(*timer.args)
+            except Exception:
+                _report(callback)
+
+    def _timer_cancelled(self) -> None:
+        """Throw cancelled timers out when most are: they'd stay until their time, with all they hold."""
+        self._n_cancelled += 1
+        if self._n_cancelled > _MAX_CANCELLED and 2 * self._n_cancelled > len(self._timers):
+            self._timers[:] = [entry for entry in self._timers if entry[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._n_cancelled = 0
 
     def close(self) -> None:
         """Release the descriptors."""

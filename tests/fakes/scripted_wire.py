@@ -101,6 +101,8 @@ class SentFrame:
 class ScriptedWire(Wire):
     """One end."""
 
+    low_water_bytes = LOW_WATER_BYTES
+
     def __init__(self, loop: FakeLoop) -> None:
         super().__init__("nowhere")
         self.queue: deque[SentFrame] = deque()
@@ -134,7 +136,7 @@ class ScriptedWire(Wire):
         frame = SentFrame(Frame(kind), call_id, header, b"".join(views), handed_over)
         assert len(frame.payload) == n_bytes
         self.queue.append(frame)
-        self._was_high = self._was_high or self.queued_bytes >= LOW_WATER_BYTES
+        self._was_high = self._was_high or self.queued_bytes >= self.low_water_bytes
         if frame.n_bytes <= INLINE_BYTES:
             frame.handed_over = None
             return True
@@ -152,7 +154,7 @@ class ScriptedWire(Wire):
                 self._loop.call_soon(frame.handed_over)
             if self.other is not None:
                 self.other.arriving.append(frame)
-        if self._was_high and self.queued_bytes < LOW_WATER_BYTES:
+        if self._was_high and self.queued_bytes < self.low_water_bytes:
             self._was_high = False
             self._loop.call_soon(lambda: self.on_drained())
 
@@ -192,13 +194,14 @@ class Party(Face):
         self.wire = ScriptedWire(loop)
         self.incoming: list[Incoming] = []  # not answered yet
         self.seen: list[Incoming] = []  # everything, in order of arrival
-        self.stopped: list[Incoming] = []
+        self.stopped: list[Incoming] = []  # told that nobody waits for them
+        self.told_more: set[int] = set()  # ids of streams that were told to go on
         self.times_ended = 0
         self.conversation: Conversation
 
     def serve(self, incoming: Incoming) -> None:
         incoming.stop = lambda: self.stopped.append(incoming)
-        incoming.more = lambda: None
+        incoming.more = lambda: self.told_more.add(id(incoming))
         self.incoming.append(incoming)
         self.seen.append(incoming)
 

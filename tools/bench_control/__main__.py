@@ -6,6 +6,7 @@ python -m tools.bench_control [--quick] [--json] [--arms ray,ours-tcp] [--seed N
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 import msgspec
@@ -38,6 +39,7 @@ def main() -> int:
         settings = plan.adjusted(settings, repeats=args.repeats, scale=args.scale)
         specs = plan.select(args.arms, quick=args.quick)
         adopt_orphans()
+        signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: whatever was started is ended first
         with Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -54,10 +56,18 @@ def main() -> int:
     except MilesError as error:
         print(f"bench_control: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        print("bench_control: interrupted; everything that it started has been ended", file=sys.stderr)
+        return 130
     show(report, console)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(report.as_json()) + b"\n")
     return 0
+
+
+def _end(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; ending takes a few seconds
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

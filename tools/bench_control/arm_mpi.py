@@ -72,7 +72,9 @@ class MpiArm(Arm):
     def stop(self) -> None:
         for rank in range(1, self._world.size):
             self._world.Send([stamped(STOP, b""), self._mpi.BYTE], dest=rank)
-        self._mpi.Finalize()
+
+    def close(self) -> None:
+        self._mpi.Finalize()  # waits for the peers to do the same
 
     def describe(self) -> dict[str, str]:
         return {"library": self._mpi.Get_library_version().split("\n")[0].strip("\0 \t")[:80]}

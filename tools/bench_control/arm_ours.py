@@ -211,7 +211,7 @@ class AsyncioOurs(_Ours):
             async def operation() -> None:
                 await asyncio.gather(*(one(make(), **keywords) for one in calls))
 
-        await timed_async(operation, cell.warmup, cell.limit_s)
+        await timed_async(operation, cell.warmup, cell.limit_s / 4)
         return await timed_async(operation, cell.operations, cell.limit_s)
 
     def echo(self, peer: int, data: bytes) -> bytes:

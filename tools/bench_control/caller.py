@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tools.bench_control.arm import Arm
+from tools.bench_control.peers import die_with, failed
 from tools.bench_control.plan import ARMS, ArmSpec, Cell
 from tools.bench_control.spread import Spread, spread
 
@@ -47,9 +48,12 @@ def main() -> int:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--cores", required=True)
+    parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
     cores = [int(core) for core in args.cores.split(",")]
     spec = ARMS[args.arm]
+    if not ARMS[args.arm].mpi:  # ranks are children of mpiexec, which ends with its caller
+        die_with(args.parent)
     pids: list[int] = []
     if spec.mpi:
         from mpi4py import MPI
@@ -57,8 +61,12 @@ def main() -> int:
         rank = MPI.COMM_WORLD.rank
         pids = MPI.COMM_WORLD.allgather(os.getpid())
         if rank:
-            module = importlib.import_module(spec.module)
-            module.serve_rank(rank, args.folder, spec.cls, *spec.options)
+            try:
+                module = importlib.import_module(spec.module)
+                module.serve_rank(rank, args.folder, spec.cls, *spec.options)
+            except Exception as error:  # not on to the interpreter's end: MPI_Finalize would wait for rank 0 there
+                failed(args.folder, rank - 1, error)
+                return 1
             return 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.connect(args.socket)

@@ -24,7 +24,7 @@ import msgspec
 
 from miles_hpc.core.deadline import Deadline
 
-__all__ = ["ForkedPeers", "addresses", "publish"]
+__all__ = ["ForkedPeers", "addresses", "die_with", "failed", "publish"]
 
 _START_S = 30.0
 
@@ -36,6 +36,14 @@ def publish(folder: Path, index: int, address: str) -> None:
     temporary.replace(folder / str(index))
 
 
+def failed(folder: Path, index: int, error: BaseException) -> None:
+    """Tell the caller why peer `index` doesn't listen; the traceback goes to the log."""
+    traceback.print_exception(error)
+    temporary = folder / f"{index}.tmp"
+    temporary.write_text(f"{type(error).__name__}: {error}")
+    temporary.replace(folder / f"{index}.error")
+
+
 def addresses(folder: Path, n: int, deadline_s: float = _START_S) -> list[str]:
     """Where peers 0 to n-1 listen, as soon as all have published.
 
@@ -43,8 +51,8 @@ def addresses(folder: Path, n: int, deadline_s: float = _START_S) -> list[str]:
     """
     deadline = Deadline(deadline_s, "peers to listen")
     while missing := [i for i in range(n) if not (folder / str(i)).exists()]:
-        for failed in folder.glob("*.error"):
-            raise RuntimeError(f"peer {failed.stem}: {failed.read_text()}")
+        for report in folder.glob("*.error"):
+            raise RuntimeError(f"peer {report.stem}: {report.read_text()}")
         deadline.what = f"peers {missing} of {n} to listen"
         deadline.check()
         time.sleep(0.002)
@@ -143,8 +151,7 @@ def _fork(module: object, index: int, request: _Request) -> int:
         getattr(module, request.function)(index, Path(request.folder), *request.options)
         code = 0
     except BaseException as error:
-        traceback.print_exc()
-        (Path(request.folder) / f"{index}.error").write_text(f"{type(error).__name__}: {error}")
+        failed(Path(request.folder), index, error)
     finally:
         os._exit(code)
 

@@ -5,7 +5,7 @@ answers. So window 1 on one peer is a synchronous call, window 64 a batch, and w
 
 Placement decides a lot. A halted core of a virtual machine takes some 50 us to wake, so two processes that sleep and
 wake each other are ten times faster on one core than on two, while a batch gains from two. Cells with one peer are
-measured in both placements, and each arm counts with its better one.
+measured in both placements (in a quick run only without payload and with 8 MiB); each arm counts with its better one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from miles_hpc.core.errors import UserError
 
-__all__ = ["ARMS", "GOALS", "ArmSpec", "Cell", "Goal", "Settings", "adjusted", "full", "quick", "select"]
+__all__ = ["ARMS", "FIRST", "GOALS", "ArmSpec", "Cell", "Goal", "Settings", "adjusted", "full", "quick", "select"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -127,12 +127,12 @@ ARMS: dict[str, ArmSpec] = {
         _ours("tcp", "asyncio"),
         _ours("ucx", "blocking"),
         _ours("ucx", "nospin", full_only=True),
-        _ours("ucx", "asyncio"),
+        _ours("ucx", "asyncio", full_only=True),
         _ours("mpi", "blocking"),
-        _ours("mpi", "asyncio"),
+        _ours("mpi", "asyncio", full_only=True),
         _ours("loopback", "asyncio"),
         _startup("srun", "srun true, from start to exit", "Srun", "true"),
-        _startup("python", "srun python -c pass, from start to exit", "Srun", "python"),
+        _startup("python", "srun python -c pass, from start to exit", "Srun", "python", full_only=True),
         _startup(
             "ours-tcp", "srun of workers, until all are authenticated and answered a call over tcp", "Ours", "tcp"
         ),
@@ -142,20 +142,51 @@ ARMS: dict[str, ArmSpec] = {
 }
 
 
+#: Arms whose calls to one peer, or starts, the summary needs. They are repeated most, and come first in each repeat,
+#: the lower number before the higher, so that they are measured even when time is short.
+FIRST = {
+    "ray": 0,
+    "ours-tcp-blocking": 0,
+    "ours-tcp-nospin": 0,
+    "zmq-tcp": 0,
+    "start-srun": 0,
+    "start-ours-tcp": 0,
+    "ours-ucx-blocking": 1,
+    "ucx-raw": 1,
+    "mpi-raw": 1,
+}
+
+
+#: Numbers of peers per arm in a quick run; 1 for those that aren't named.
+_QUICK_PEERS = {
+    "ray": (1, 8),
+    "zmq-tcp": (1, 8, 64),
+    "ucx-raw": (1, 8),
+    "mpi-raw": (1, 8),
+    "ours-tcp-blocking": (1, 8, 64),
+    "ours-tcp-nospin": (1, 8, 64),
+    "ours-ucx-blocking": (1, 8),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much is measured. `budget_s` bounds the repeats: none begins that wouldn't fit."""
+    """How much is measured. `budget_s` bounds the repeats: none begins that wouldn't fit.
+
+    `repeats` is for stages that the summary needs (`FIRST`), of which a run without noise needs more than of others.
+    """
 
     cells: tuple[Cell, ...]
     startup: tuple[Cell, ...]
     repeats: int
+    repeats_of_others: int
     startup_repeats: int
     budget_s: float
     quick: bool
     skipped: dict[tuple[str, int], str]  # (arm, peers) -> why
 
 
-def _cells(*, calls: int, batches: int, bulk: int, round_limit_s: float) -> tuple[Cell, ...]:
+def _cells(*, calls: int, batches: int, bulk: int, limit_s: float, every_size_apart: bool) -> tuple[Cell, ...]:
     one: list[Cell] = [Cell(name="call", operations=calls, warmup=calls // 5)]
     sizes = ((KIB, "1 KiB", calls // 4), (64 * KIB, "64 KiB", calls // 8), (8 * MIB, "8 MiB", bulk))
     for size, text, operations in sizes:
@@ -166,13 +197,17 @@ def _cells(*, calls: int, batches: int, bulk: int, round_limit_s: float) -> tupl
     one.append(Cell(name="8 MiB argument x4", window=4, argument_bytes=8 * MIB, operations=more, warmup=1))
     one.append(Cell(name="8 MiB result x4", window=4, result_bytes=8 * MIB, operations=more, warmup=1))
     one.append(Cell(name="batch of 64", window=64, operations=batches, warmup=max(2, batches // 5)))
-    apart = [msgspec.structs.replace(cell, name=f"{cell.name}, apart", placement="apart") for cell in one]
+    apart = [
+        msgspec.structs.replace(cell, name=f"{cell.name}, apart", placement="apart")
+        for cell in one
+        if every_size_apart or max(cell.argument_bytes, cell.result_bytes) in (0, 8 * MIB)
+    ]
     many = [
         Cell(name="round of 8", peers=8, operations=batches, warmup=max(2, batches // 5)),
         Cell(name="8 peers x8", peers=8, window=8, operations=batches // 2, warmup=2),
-        Cell(name="round of 64", peers=64, operations=batches // 2, warmup=2, limit_s=round_limit_s),
+        Cell(name="round of 64", peers=64, operations=batches // 2, warmup=2),
     ]
-    return (*one, *apart, *many)
+    return tuple(msgspec.structs.replace(cell, limit_s=limit_s) for cell in (*one, *apart, *many))
 
 
 def _start(n: int, *, limit_s: float) -> Cell:
@@ -180,15 +215,20 @@ def _start(n: int, *, limit_s: float) -> Cell:
 
 
 def quick() -> Settings:
-    """Within 50 s on 2 cores."""
-    skipped = {("ray", 64): "64 actors take too long to start for --quick"}
-    for arm in ("mpi-raw", "ours-mpi-blocking", "ours-mpi-asyncio"):
-        skipped[arm, 64] = "a world of 65 ranks takes too long for --quick"
+    """Within 50 s on 2 cores: what the summary needs twice, a choice of the rest once."""
+    skipped = {
+        (arm, peers): "left to the full run"
+        for arm, spec in ARMS.items()
+        if not spec.startup
+        for peers in (1, 8, 64)
+        if peers not in _QUICK_PEERS.get(arm, (1,))
+    }
     return Settings(
-        cells=_cells(calls=400, batches=20, bulk=8, round_limit_s=2.0),
-        startup=(_start(64, limit_s=30.0),),
-        repeats=3,
-        startup_repeats=2,
+        cells=_cells(calls=400, batches=20, bulk=8, limit_s=1.0, every_size_apart=False),
+        startup=(_start(64, limit_s=20.0),),
+        repeats=2,
+        repeats_of_others=1,
+        startup_repeats=1,
         budget_s=45.0,
         quick=True,
         skipped=skipped,
@@ -198,11 +238,12 @@ def quick() -> Settings:
 def full() -> Settings:
     """About ten minutes on 2 cores."""
     return Settings(
-        cells=_cells(calls=2000, batches=60, bulk=24, round_limit_s=10.0),
+        cells=_cells(calls=2000, batches=60, bulk=24, limit_s=10.0, every_size_apart=True),
         startup=(_start(8, limit_s=120.0), _start(64, limit_s=300.0)),
         repeats=7,
+        repeats_of_others=3,
         startup_repeats=5,
-        budget_s=600.0,
+        budget_s=900.0,
         quick=False,
         skipped={},
     )
@@ -224,6 +265,7 @@ def adjusted(settings: Settings, *, repeats: int | None, scale: float) -> Settin
         settings,
         cells=cells,
         repeats=repeats or settings.repeats,
+        repeats_of_others=repeats or settings.repeats_of_others,
         startup_repeats=repeats or settings.startup_repeats,
     )
 

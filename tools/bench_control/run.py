@@ -1,6 +1,6 @@
 """The run: stages in random order, repeat after repeat, until all are done or the time is used up.
 
-    for each repeat:  shuffle(stages) ── stage = one arm with one number of peers:
+    for each repeat:  shuffle(stages of each turn) ── stage = one arm with one number of peers:
                           session (kept; under MPI a fresh world) ── start peers ── check, place, time each cell ── stop
 
 A stage that fails is left out from then on, with its reason; everything else goes on.
@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError
 from tools.bench_control.caller import Ask
 from tools.bench_control.conditions import conditions
-from tools.bench_control.plan import BOX_NODES, ArmSpec, Cell, Settings
+from tools.bench_control.plan import BOX_NODES, FIRST, ArmSpec, Cell, Settings
 from tools.bench_control.session import ArmFailed, Session, descendants, environment, reap
 from tools.bench_control.spread import ArmResult, Spread, combine
 from tools.bench_control.summary import summarise
@@ -42,6 +43,11 @@ class Stage:
     n_peers: int
     cells: tuple[Cell, ...]
     repeats: int
+
+    @property
+    def turn(self) -> int:
+        """Lower turns come first in each repeat: FIRST, then everything else."""
+        return FIRST.get(self.spec.name, 2) if self.n_peers == 1 or self.spec.startup else 2
 
     @property
     def name(self) -> str:
@@ -71,7 +77,8 @@ def stages_of(specs: Sequence[ArmSpec], settings: Settings) -> tuple[list[Stage]
             continue
         for n_peers in sorted({cell.peers for cell in settings.cells}):
             cells = tuple(cell for cell in settings.cells if cell.peers == n_peers)
-            stage = Stage(spec, n_peers, cells, settings.repeats)
+            first = n_peers == 1 and spec.name in FIRST
+            stage = Stage(spec, n_peers, cells, settings.repeats if first else settings.repeats_of_others)
             if (spec.name, n_peers) in settings.skipped:
                 arms[spec.name].errors[stage.name] = f"left out: {settings.skipped[spec.name, n_peers]}"
             else:
@@ -89,21 +96,26 @@ def measure(settings: Settings, specs: Sequence[ArmSpec], *, seed: int, progress
     root.chmod(0o755)  # munged insists; what is secret below has a mode of its own
     runner = _Runner(settings, root, cores, arms)
     try:
+        progress(0, len(stages), "Slurm box and Ray")
         runner.box_for(stages)
+        runner.warm(stages)
         done, repeats = 0, max((stage.repeats for stage in stages), default=0)
         total = sum(stage.repeats for stage in stages)
-        order: list[list[str]] = []
+        order: list[dict[str, float]] = []  # of each repeat: the stages in their order, and the seconds they took
         for repeat in range(repeats):
-            repeat_began = time.monotonic()
             todo = [stage for stage in stages if repeat < stage.repeats]
             random.Random(f"{seed}/{repeat}").shuffle(todo)
-            order.append([f"{stage.spec.name}, {stage.name}" for stage in todo])
+            todo.sort(key=lambda stage: stage.turn)  # stable: stages of the same turn stay shuffled
+            order.append({})
             for stage in todo:
                 progress(done, total, f"repeat {repeat + 1}: {stage.spec.name}, {stage.name}")
-                runner.stage(stage, late=time.monotonic() - began > settings.budget_s - _CLOSING_S)
+                stage_began = time.monotonic()
+                runner.stage(stage, settings.budget_s - _CLOSING_S - (stage_began - began))
+                order[-1][f"{stage.spec.name}, {stage.name}"] = round(time.monotonic() - stage_began, 2)
                 done += 1
-            now = time.monotonic()
-            if now - began + (now - repeat_began) + _CLOSING_S > settings.budget_s:
+            again = [f"{stage.spec.name}, {stage.name}" for stage in todo if repeat + 1 < stage.repeats]
+            expected_s = sum(order[-1][name] for name in again)
+            if time.monotonic() - began + expected_s + _CLOSING_S > settings.budget_s:
                 break
         progress(done, done, "ending")
     finally:
@@ -144,6 +156,7 @@ class _Runner:
         self._spreads: dict[tuple[str, str], tuple[Cell, list[Spread]]] = {}
         self._box: Box | None = None
         self._n_sessions = 0
+        self._strangers = descendants(os.getpid())
 
     def box_for(self, stages: Sequence[Stage]) -> None:
         """Bring the Slurm box up if a stage needs it; what goes wrong is the reason why start-up wasn't measured."""
@@ -158,25 +171,43 @@ class _Runner:
             for stage in wanting:
                 self._arms[stage.spec.name].errors[stage.name] = f"no Slurm box: {error}"
 
-    def stage(self, stage: Stage, *, late: bool) -> None:
-        """One stage of one repeat."""
+    def warm(self, stages: Sequence[Stage]) -> None:
+        """Start Ray, which takes longest, while there is time for sure."""
+        stage = next((stage for stage in stages if stage.spec.name == "ray"), None)
+        if stage is None:
+            return
+        try:
+            session = self._session(stage)
+            session.start(stage.n_peers, 30.0 if self._settings.quick else 120.0)
+            session.ask(Ask(do="stop"), 10.0)
+        except ArmFailed as error:
+            self._arms["ray"].errors |= {one.name: str(error) for one in stages if one.spec.name == "ray"}
+            self._end("ray")
+
+    def stage(self, stage: Stage, remaining_s: float) -> None:
+        """One stage of one repeat, unless the run's time is used up."""
         result = self._arms[stage.spec.name]
         if stage.name in result.errors:
             return
-        if late:
+        if remaining_s <= 0:
             if not any((stage.spec.name, cell.name) in self._spreads for cell in stage.cells):
                 result.errors[stage.name] = f"left out: the run's {self._settings.budget_s:.0f} s are used up"
             return
-        patience = 0.25 if self._settings.quick else 1.0
+        over = Deadline(max(3.0, remaining_s) if self._settings.quick else 600.0, "stage")
+        patience_s = (20.0 if stage.turn < 2 else 10.0) if self._settings.quick else 120.0
+
+        def left(wanted_s: float) -> float:
+            return max(1.0, min(wanted_s, over.remaining_s))
+
         try:
             session = self._session(stage)
-            told = session.start(stage.n_peers, 120.0 * patience)
+            told = session.start(stage.n_peers, left(patience_s))
             result.chosen |= told.chosen
             for cell in stage.cells:
-                told = session.ask(Ask(do="measure", cell=cell), 2 * cell.limit_s + 60.0 * patience)
+                told = session.ask(Ask(do="measure", cell=cell), left(2 * cell.limit_s + patience_s))
                 assert told.spread is not None
                 self._spreads.setdefault((stage.spec.name, cell.name), (cell, []))[1].append(told.spread)
-            session.ask(Ask(do="stop"), 60.0 * patience)
+            session.ask(Ask(do="stop"), left(patience_s))
             result.chosen |= session.lanes()
             if stage.spec.mpi:
                 self._end(stage.spec.name)
@@ -215,5 +246,5 @@ class _Runner:
                 if self._box is not None:
                     self._box.down()
             finally:
-                end(descendants(os.getpid()), grace_s=2.0)
+                end(descendants(os.getpid()) - self._strangers, grace_s=2.0)
                 reap()

@@ -41,6 +41,7 @@ class Session:
         address = str(folder / "s")
         command = [sys.executable, "-P", "-m", "tools.bench_control.caller", spec.name]
         command += ["--socket", address, "--folder", str(folder), "--cores", ",".join(map(str, cores))]
+        command += ["--parent", str(os.getpid())]
         if spec.mpi:
             command = [*_mpiexec(n_peers + 1), *command]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -59,7 +60,12 @@ class Session:
                 )
             self._family: set[Process] = set()
             self._channel = self._accept(listener)
-        self._stream = self._channel.makefile("rwb")
+        self._answers = self._channel.makefile("rb")
+
+    @property
+    def pid(self) -> int:
+        """Of the caller, or of the mpiexec that started it."""
+        return self._process.pid
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         for _ in range(150):
@@ -76,9 +82,8 @@ class Session:
         """Raises ArmFailed with the arm's reason, or when nothing comes in time."""
         self._channel.settimeout(deadline_s)
         try:
-            self._stream.write(msgspec.json.encode(ask) + b"\n")
-            self._stream.flush()
-            line = self._stream.readline()
+            self._channel.sendall(msgspec.json.encode(ask) + b"\n")
+            line = self._answers.readline()
         except TimeoutError:
             raise ArmFailed(f"{ask.do}: no answer within {deadline_s:.0f} s") from None
         except OSError as error:
@@ -102,17 +107,17 @@ class Session:
         found = dict.fromkeys(re.findall(r"cfg#\d+ (\S.*)", self._log.read_text(errors="replace")))
         return {"UCX lanes": "; ".join(found)} if found else {}
 
-    def close(self, deadline_s: float = 20.0) -> None:
+    def close(self, deadline_s: float = 10.0) -> None:
         """Ask it to end, then end by pid what is left of it and of its descendants."""
         self._family = descendants(self._process.pid)
         try:
-            self._stream.write(msgspec.json.encode(Ask(do="end")) + b"\n")
-            self._stream.flush()
+            self._channel.settimeout(deadline_s)
+            self._channel.sendall(msgspec.json.encode(Ask(do="end")) + b"\n")
             self._process.wait(deadline_s)
         except (OSError, subprocess.TimeoutExpired):
             pass  # what is left is ended below
         self._end_all()
-        self._stream.close()
+        self._answers.close()
         self._channel.close()
 
     def _end_all(self) -> None:

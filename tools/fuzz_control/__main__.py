@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import resource
@@ -34,18 +35,19 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_hpc.control.auth import new_secret
-from miles_hpc.control.greeting import MAX_HALF_OPEN, MAX_LOGGED_REFUSALS
+from miles_hpc.control.greeting import LOG_INTERVAL_S, MAX_HALF_OPEN, MAX_LOGGED_REFUSALS
 from miles_hpc.control.opening import open_carrier
 from tools.fuzz_control.broken_peer import misbehave
+from tools.fuzz_control.impostor import fuzz_dialers
 from tools.fuzz_control.in_process import fuzz_conversations, fuzz_handshakes, fuzz_seals, fuzz_wires
-from tools.fuzz_control.strangers import besiege, knock
+from tools.fuzz_control.strangers import besiege, knock, knock_at_ucx
 from tools.fuzz_control.tally import Tally
-from tools.fuzz_control.tampering import tamper
+from tools.fuzz_control.tampering import tamper, tamper_over_ucx
 from tools.fuzz_control.watch import GoodClient, TargetProcess
 
 #: Parts of a target's frames. A stranger's or a tampered frame costs a connection, a broken peer's doesn't.
 _SHARES = {"strangers": 0.15, "tampering": 0.05, "broken peer": 0.80}
-_IN_PROCESS = {"wires": 0.10, "seals": 0.40, "handshakes": 0.15, "conversations": 0.35}
+_IN_PROCESS = {"wires": 0.10, "seals": 0.40, "handshakes": 0.12, "dialers": 0.03, "conversations": 0.35}
 _MAX_PEAK_BYTES = 512 << 20
 _MAX_KEPT_BYTES = 24 << 20
 
@@ -58,17 +60,25 @@ def _attack(kind: str, face: str, frames: int, seed: int) -> tuple[list[Tally], 
     verdict = Tally("watch", where)
     reasons: dict[str, set[str]] = {}
     carrier = open_carrier(kind)
+    start = time.monotonic()
     with TargetProcess(kind, face, secret) as target:
         good = GoodClient(kind, target.address, secret)
         good.start()
         over = threading.Event()
         sampler = threading.Thread(target=_sample, args=(target, over))
         sampler.start()
+        rng = Random(f"{seed} {where}")
+
+        def tampering(n: int, tally: Tally) -> None:
+            if kind == "ucx":
+                tamper_over_ucx(rng, carrier, target.address, secret, n, tally)
+            else:
+                tamper(rng, target.address, secret, n, tally)
+
         try:
-            rng = Random(f"{seed} {where}")
             warm = {name: Tally(name, where) for name in _SHARES}
             knock(rng, target.address, secret, 200, warm["strangers"])
-            tamper(rng, target.address, secret, 100, warm["tampering"])
+            tampering(100, warm["tampering"])
             misbehave(rng, carrier, target.address, secret, 3000, warm["broken peer"], reasons)
             before = target.settled()
             target.most.clear()
@@ -76,26 +86,31 @@ def _attack(kind: str, face: str, frames: int, seed: int) -> tuple[list[Tally], 
                 target.address, secret, stages["strangers"], lambda: target.ask()["half_open"], limit=_half_open_limit()
             )
             knock(rng, target.address, secret, int(_SHARES["strangers"] * frames), stages["strangers"])
-            tamper(rng, target.address, secret, int(_SHARES["tampering"] * frames), stages["tampering"])
+            if kind == "ucx":
+                knock_at_ucx(rng, target.pid, target.address, min(2000, frames // 20), stages["strangers"])
+            tampering(int(_SHARES["tampering"] * frames), stages["tampering"])
             rest = int(_SHARES["broken peer"] * frames)
             misbehave(rng, carrier, target.address, secret, rest, stages["broken peer"], reasons)
-            honest = stages["tampering"].counts["honest frames"] + warm["tampering"].counts["honest frames"]
+            sent = stages["tampering"].counts + warm["tampering"].counts
+            honest = range(sent["honest frames"], sent["honest frames"] + sent["honest frames, overtaken perhaps"] + 1)
             after = target.settled()
         except (RuntimeError, OSError) as error:
             verdict.violated(f"{type(error).__name__}: {error}")
             before = after = {}
-            honest = 0
+            honest = range(0)
         finally:
             over.set()
             sampler.join()
             good.stop()
+    verdict.duration_s = time.monotonic() - start
     tallies = [*stages.values(), verdict]
     for name, tally in warm.items():
         stages[name].violations += tally.violations
         stages[name].n_violations += tally.n_violations
     if after:
         _judge(verdict, before, after, target.most, good, honest)
-        if face == "asyncio" and not any("window" in text for text in reasons.get("more than the window", ())):
+        overrun = reasons.get("more than the window")
+        if face == "asyncio" and overrun and not any("window" in text for text in overrun):
             verdict.violated("nobody was told that it sent more than the window")
     return tallies, {
         "kind": kind,
@@ -103,6 +118,7 @@ def _attack(kind: str, face: str, frames: int, seed: int) -> tuple[list[Tally], 
         "before": before,
         "after": after,
         "most": target.most,
+        "lines_of_libraries": target.stray_lines,
         "good_calls": good.calls,
         "good_joins": good.joins,
         "good_latency_s": _spread(good.latencies_s),
@@ -129,7 +145,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _judge(
-    verdict: Tally, before: dict[str, Any], after: dict[str, Any], most: dict[str, int], good: GoodClient, honest: int
+    verdict: Tally, before: dict[str, Any], after: dict[str, Any], most: dict[str, int], good: GoodClient, honest: range
 ) -> None:
     handled = after["handled"]
     forged = {who: n for who, n in handled.items() if who.endswith(":forged") and not who.startswith("broken:")}
@@ -137,9 +153,9 @@ def _judge(
         verdict.violated(f"handlers ran from forged frames: {forged}")
     if any(who.startswith("stranger") for who in handled):
         verdict.violated(f"a handler ran for a stranger: {handled}")
-    if handled.get("honest:honest", 0) != honest or after["out_of_order"]:
+    if handled.get("honest:honest", 0) not in honest or after["out_of_order"]:
         verdict.violated(
-            f"{honest} honest frames were sent before tampered ones, {handled.get('honest:honest', 0)} handled, "
+            f"{honest.start} honest frames were sent before tampered ones, {handled.get('honest:honest', 0)} handled, "
             f"{after['out_of_order']} out of order"
         )
     for failure in good.failures:
@@ -158,9 +174,8 @@ def _judge(
     if after["log_leaks"]:
         verdict.violated("the secret is in the log")
     refusals = after["log_lines"].get("miles_hpc.control.greeting:WARNING", 0)
-    minutes = 2 + verdict.duration_s / 60
-    if refusals > minutes * (MAX_LOGGED_REFUSALS + 1) * 10:
-        verdict.violated(f"{refusals} lines in the log about strangers")
+    if refusals > (1 + verdict.duration_s // LOG_INTERVAL_S) * (MAX_LOGGED_REFUSALS + 1):
+        verdict.violated(f"{refusals} lines in the log about strangers in {verdict.duration_s:.0f} s")
     errors = {name: n for name, n in after["log_lines"].items() if name.endswith(":ERROR")}
     if errors.keys() - {"miles_hpc.control.asyncio_face:ERROR", "miles_hpc.control.blocking_face:ERROR"}:
         verdict.violated(f"errors in the log: {errors}")
@@ -173,19 +188,21 @@ def _alone(frames: int, seed: int) -> list[Tally]:
     fuzz_wires(rng, share["wires"], tallies["wires"])
     fuzz_seals(rng, share["seals"], tallies["seals"])
     fuzz_handshakes(rng, share["handshakes"], new_secret(), tallies["handshakes"])
+    fuzz_dialers(rng, share["dialers"], new_secret(), tallies["dialers"])
     fuzz_conversations(rng, share["conversations"], tallies["conversations"])
     return list(tallies.values())
 
 
 def _print(console: Console, tallies: list[Tally], targets: list[dict[str, Any]], conditions: dict[str, Any]) -> None:
     stages = Table(title="mutated frames")
-    for name in ("stage", "against", "frames", "connections", "frames/s", "violations"):
+    for name in ("stage", "against", "frames", "connections", "frames/s", "borne by contract", "violations"):
         stages.add_column(name, justify="left" if name in ("stage", "against") else "right")
     for tally in tallies:
         if tally.frames:
             rate = f"{tally.frames / tally.duration_s:,.0f}" if tally.duration_s else ""
             row = (f"{tally.frames:,}", f"{tally.connections:,}" if tally.connections else "", rate)
-            stages.add_row(tally.stage, tally.where, *row, str(tally.n_violations))
+            borne = f"{tally.counts['borne']:,}" if tally.counts["borne"] else ""
+            stages.add_row(tally.stage, tally.where, *row, borne, str(tally.n_violations))
     console.print(stages)
     table = Table(title="targets: before, at most, after")
     for name in ("target", "memory, MiB", "descriptors", "tasks", "half-open", "endpoints", "objects", "log lines"):
@@ -214,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default="tcp", help="transports, separated by commas (default: tcp)")
     parser.add_argument("--json", action="store_true", help="one object on stdout instead of tables")
     args = parser.parse_args(argv)
+    logging.disable(logging.CRITICAL)  # of the parts in this process; the target counts its own lines
     start = time.monotonic()
     kinds = args.kinds.split(",")
     tallies: list[Tally] = []

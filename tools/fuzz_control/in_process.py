@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -17,8 +18,17 @@ import msgspec
 
 from miles_hpc.control.auth import Acceptor, Dialer, SessionKeys
 from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
-from miles_hpc.control.frames import HEAD_BYTES, INLINE_BYTES, TAG_BYTES, Failure, Frame, Limits, Opener, Sealer
-from miles_hpc.control.frames import read_head as read_head
+from miles_hpc.control.frames import (
+    HEAD_BYTES,
+    INLINE_BYTES,
+    TAG_BYTES,
+    Failure,
+    Frame,
+    Limits,
+    Opener,
+    Sealer,
+    read_head,
+)
 from miles_hpc.control.plain_loop import PlainLoop
 from miles_hpc.control.tcp import TcpWire
 from miles_hpc.control.wire import Wire
@@ -35,7 +45,7 @@ from tools.fuzz_control.mutate import (
 from tools.fuzz_control.tally import Tally
 from tools.fuzz_control.target import LIMITS, identity
 
-__all__ = ["fuzz_conversations", "fuzz_handshakes", "fuzz_seals", "fuzz_wires"]
+__all__ = ["PaperWire", "fuzz_conversations", "fuzz_handshakes", "fuzz_seals", "fuzz_wires"]
 
 _KEY = bytes(range(32))
 
@@ -177,17 +187,18 @@ def fuzz_handshakes(rng: Random, frames: int, secret: bytes, tally: Tally) -> No
 # ------------------------------------------------------------------------------------------------ conversations
 
 
-class _PaperWire(Wire):
-    """Takes what is sent and forgets it."""
+class PaperWire(Wire):
+    """Takes what is sent and remembers the last: kind, call id, header."""
 
     def __init__(self) -> None:
         super().__init__("paper")
         self.ended = False
-        self.sent = 0
+        self.sent: deque[tuple[int, int, bytes]] = deque(maxlen=50)
+        self.queued = 0
 
     @property
     def queued_bytes(self) -> int:
-        return 0
+        return self.queued
 
     def send_message(self, data: bytes) -> None:
         return
@@ -204,7 +215,7 @@ class _PaperWire(Wire):
         n_bytes: int,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:
-        self.sent += 1
+        self.sent.append((kind, call_id, header))
         return True
 
     def flush(self) -> None:
@@ -257,7 +268,7 @@ def fuzz_conversations(rng: Random, frames: int, tally: Tally) -> None:
 
 
 def _one_conversation(rng: Random, loop: PlainLoop, tally: Tally) -> None:
-    wire, owner = _PaperWire(), _Owner(rng)
+    wire, owner = PaperWire(), _Owner(rng)
     keys = SessionKeys(identity("peer"), _KEY, _KEY, (20, 10_000))
     dialer = rng.random() < 0.5
     conversation = owner.conversation = Conversation(loop, wire, keys, LIMITS, owner, dialer=dialer)

@@ -25,7 +25,7 @@ class RawClient:
     """A TCP connection that follows no protocol. All waits are bounded; `got` counts what arrived."""
 
     def __init__(self, address: str) -> None:
-        family, target = parse_address(address)
+        family, target = parse_address(address, address.partition(":")[0])
         self.got = 0
         self.ended = False
         self._buffer = b""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES, Dialer, new_secret
@@ -21,7 +22,7 @@ from tools.fuzz_control.sockets import CHALLENGE_BYTES, RawClient, message
 from tools.fuzz_control.tally import Tally
 from tools.fuzz_control.target import identity
 
-__all__ = ["besiege", "knock"]
+__all__ = ["besiege", "knock", "knock_at_ucx"]
 
 _WAVE = 64
 _FORGED = encode(EndSession(session_id="forged-0"))
@@ -162,6 +163,27 @@ def _wave(rng: Random, stranger: Stranger, address: str, n: int, tally: Tally) -
             tally.violated(f"a stranger got {client.got} bytes, more than the challenge")
     tally.connections += n
     return n
+
+
+def knock_at_ucx(rng: Random, pid: int, address: str, frames: int, tally: Tally) -> None:
+    """Connections with random bytes to the ports that UCX itself has opened, which know no authentication."""
+    start = time.monotonic()
+    ports = [port for port in _listening_ports(pid) if not address.endswith(f":{port}")]
+    for n in range(frames if ports else 0):
+        client = RawClient(f"ucx://127.0.0.1:{ports[n % len(ports)]}")
+        client.send(rng.randbytes(rng.choice((0, 1, 8, 16, 200, 5000))))
+        client.reset() if n % 2 else client.sock.close()
+        tally.counts["frames to UCX's own ports"] += 1
+    tally.duration_s += time.monotonic() - start
+
+
+def _listening_ports(pid: int) -> list[int]:
+    """TCP ports of a process that 127.0.0.1 reaches."""
+    links = (str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir())
+    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    return [int(port, 16) for host, port in local if host in ("0100007F", "00000000")]
 
 
 def besiege(address: str, secret: bytes, tally: Tally, half_open: Callable[[], int], *, limit: int) -> None:

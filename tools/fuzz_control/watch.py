@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
 import tempfile
@@ -36,27 +37,40 @@ class TargetProcess:
             [*command, "--secret", str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._lock = threading.Lock()
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
-        self.peak_bytes = 0
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.stray_lines = 0  # that a library prints
         self.most: dict[str, int] = {}
+        # Read all the time: a library that prints much must not block the target on a full pipe.
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.address = self._lines.get(timeout=60)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(("{", "tcp://", "ucx://")):
+                self._lines.put(line.strip())
+            else:
+                self.stray_lines += 1
+        self._lines.put("")
 
     @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, what: str = "stats") -> dict[str, Any]:
         """What the target tells about itself. Raises RuntimeError when it has ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         with self._lock:
             try:
                 self._process.stdin.write(what + "\n")
                 self._process.stdin.flush()
-                line = self._process.stdout.readline()
-            except OSError:
+                line = self._lines.get(timeout=_DEADLINE_S)
+            except (OSError, queue.Empty):
                 line = ""
         if not line:
-            raise RuntimeError(f"the target has ended with exit code {self._process.wait(10)}")
+            state = self._process.poll()
+            raise RuntimeError("the target doesn't answer" if state is None else f"the target ended with code {state}")
         found: dict[str, Any] = json.loads(line)
         for name in ("rss_bytes", "descriptors", "tasks", "timers", "half_open", "endpoints"):
             self.most[name] = max(self.most.get(name, 0), found[name])
@@ -84,6 +98,7 @@ class TargetProcess:
         except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
+        self._reader.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._folder.cleanup()

@@ -1,0 +1,730 @@
+"""Frames over UCX: the worker of a loop, the paths to other workers, and the wire of one connection.
+
+    dial, accept ─▶ Line (TCP) ─ handshake ─▶ start_frames ─ sealed: worker's address, our tag ─▶ path number ─▶ frames
+    small frames    whole ones, joined, as one tag message     u32 length │ frame │ frame │ ...
+    large frame     head, its MAC, header if that is short │ pieces, received in place │ body MAC
+
+| waits | for | bounded by |
+|---|---|---|
+| frames | the peer's address and path number, over the line | the dialer's deadline, the line's end |
+| pieces | IN_FLIGHT_BYTES of earlier ones to have left | the path's end, the line's end |
+| the orderly end | the peer's end, over the line | flush_s |
+| the loss of a peer that said goodbye | what it sent before, over UCX | LAST_WORDS_S |
+
+**One path per pair of workers.** UCX matches the endpoints of two workers by the order in which they were made, so the
+wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end, and goes
+when UCX reports a failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers
+tell a side that the other has lost the path which it still holds.
+
+**Goodbye.** A wire that ends on purpose says over its line how many messages it has sent, so that the peer takes them
+all before it calls it lost. A line that ends without that is a process that died, or a link that broke.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from miles_hpc.control.frames import (
+    HEAD_BYTES,
+    INLINE_BYTES,
+    TAG_BYTES,
+    BodyMac,
+    Frame,
+    Head,
+    Opener,
+    Sealer,
+    aligned_buffer,
+    read_head,
+)
+from miles_hpc.control.ucx_api import MESSAGE_BYTES, Inbox, Path, UcxApi, lanes
+from miles_hpc.control.ucx_line import MAX_LINE_BYTES, Line
+from miles_hpc.control.wire import LOW_WATER_BYTES, Loop, TimerHandle, Wire
+from miles_hpc.core.errors import AuthenticationError, ProtocolError, UserError
+from miles_hpc.core.transport import Buffer
+
+__all__ = ["IN_FLIGHT_BYTES", "PACK_BYTES", "PIECE_BYTES", "UcxWire", "UcxWorker", "piece_bytes", "take_piece"]
+
+#: Small frames leave together in messages of at most so many bytes: below the 8192 from which ucxx has UCX ask first.
+PACK_BYTES = 8000
+#: Payloads travel in pieces of this size.
+PIECE_BYTES = 1 << 20
+#: Bytes of a wire that are in UCX's hands, from which on the rest waits.
+IN_FLIGHT_BYTES = 8 << 20
+#: How long messages may follow a goodbye.
+LAST_WORDS_S = 1.0
+#: A worker without wires is released after so long.
+IDLE_S = 5.0
+
+_ROUNDS = 64  # of progress per event
+_TURN_BYTES = 8 << 20  # sent per callback, so that a large payload leaves room for other wires
+_LENGTH = struct.Struct("<I")
+_RECORD = struct.Struct("<cQ")
+_PATH_NUMBER, _GOODBYE = b"P", b"E"
+_EMPTY = memoryview(b"")
+
+_Done = Callable[[], None]
+
+
+class _Where(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach a wire's receiving end."""
+
+    address: bytes  # of its UCX worker
+    tag: int
+
+
+_where_decoder = msgspec.msgpack.Decoder(_Where)
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+def piece_bytes(n_header: int, n_payload: int) -> Iterator[int]:
+    """Sizes of the messages between the first one of a large frame and its MAC, in order.
+
+    Both sides know them: the header by itself unless it travels in the first message, then the payload, each cut at
+    multiples of PIECE_BYTES.
+    """
+    for total in (0 if header_inline(n_header) else n_header, n_payload):
+        for start in range(0, total, PIECE_BYTES):
+            yield min(PIECE_BYTES, total - start)
+
+
+def header_inline(n_header: int) -> bool:
+    """Whether a large frame's header travels in its first message."""
+    return HEAD_BYTES + TAG_BYTES + n_header <= PACK_BYTES
+
+
+def take_piece(views: deque[memoryview], n: int) -> Buffer:
+    """Take the next `n` bytes from the views; copied only when they lie in more than one."""
+    view = views[0]
+    if view.nbytes > n:
+        views[0] = view[n:]
+        return view[:n]
+    views.popleft()
+    if view.nbytes == n:
+        return view
+    parts = [view]
+    missing = n - view.nbytes
+    while missing:
+        view = views[0]
+        if view.nbytes > missing:
+            views[0] = view[missing:]
+            view = view[:missing]
+        else:
+            views.popleft()
+        parts.append(view)
+        missing -= view.nbytes
+    return b"".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ worker and paths
+
+
+class UcxWorker:
+    """One UCX worker on one loop: progressed when its descriptor is readable, armed before the loop sleeps.
+
+    While no wire is open nothing is watched, and after IDLE_S the worker is released if UCX has nothing left to send;
+    the next use opens another one. For a peer that is out of reach that takes until the kernel gives up its sockets.
+    """
+
+    def __init__(self, loop: Loop, open_api: Callable[[], UcxApi]) -> None:
+        self.loop = loop
+        self._open_api = open_api
+        self._api: UcxApi | None = None
+        self._paths: dict[bytes, SharedPath] = {}
+        self._left: set[SharedPath] = set()  # given up by us, not by UCX
+        self._n_wires = 0
+        self._inside = False
+        self._planned = False
+        self._idle: TimerHandle | None = None
+
+    @property
+    def api(self) -> UcxApi:
+        """The worker, opened when it isn't."""
+        if self._api is None:
+            self._api = self._open_api()
+        return self._api
+
+    # ------------------------------------------------------------------------------ wires and paths
+
+    def enter(self) -> None:
+        """A wire is open."""
+        self._n_wires += 1
+        if self._n_wires == 1:
+            if self._idle is not None:
+                self._idle.cancel()
+                self._idle = None
+            loop: Any = self.loop
+            loop.add_reader(self.api.fd, self._turn)
+            if hasattr(loop, "add_poller"):  # while it spins: messages without the detour through the descriptor
+                loop.add_poller(self._look)
+
+    def leave(self) -> None:
+        """A wire is closed."""
+        self._n_wires -= 1
+        if not self._n_wires:
+            loop: Any = self.loop
+            loop.remove_reader(self.api.fd)
+            if hasattr(loop, "remove_poller"):
+                loop.remove_poller(self._look)
+            self._idle = self.loop.call_later(IDLE_S, self._idled)
+
+    def path_to(self, address: bytes) -> SharedPath:
+        """The path to another worker. Raises ConnectionError when UCX knows no way there."""
+        path = self._paths.get(address)
+        if path is None:
+            path = self._paths[address] = SharedPath(self, address)
+        return path
+
+    def forget(self, path: SharedPath, *, failed: bool) -> None:
+        """No wire takes this path any more. Unless UCX has given it up, it stays open until UCX does."""
+        if self._paths.get(path.address) is path:
+            del self._paths[path.address]
+        if failed:
+            self._left.discard(path)
+        else:
+            self._left.add(path)
+
+    def in_use(self) -> list[str]:
+        """The transports and devices of all paths."""
+        found = (lane for path in self._paths.values() for lane in lanes(path.path.handle()))
+        return sorted(set(found))
+
+    # ------------------------------------------------------------------------------ progress
+
+    def kick(self) -> None:
+        """Something was handed to UCX that isn't done: look at it soon, and arm again."""
+        if not self._planned:
+            self._planned = True
+            self.loop.call_soon(self._kicked)
+
+    def _kicked(self) -> None:
+        self._planned = False
+        if self._api is not None:
+            self._turn()
+
+    def drain(self) -> None:
+        """Deliver what has arrived."""
+        if not self._inside:
+            self._look()
+
+    def _look(self) -> bool:
+        """For loops that poll: returns whether there was anything."""
+        if self._inside:
+            return False
+        self._inside = True
+        try:
+            return self.api.progress() or not self.api.arm()
+        finally:
+            self._inside = False
+
+    def _turn(self) -> None:
+        """Progress until nothing is left to do and the descriptor is armed."""
+        if self._inside:
+            return
+        for _ in range(_ROUNDS):
+            if not self._look():
+                return
+        self.kick()  # still busy: let others run in between
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _idled(self) -> None:
+        self._idle = None
+        if self._api is not None and not self._release():
+            self._idle = self.loop.call_later(IDLE_S, self._idled)
+
+    def _release(self) -> bool:
+        """Give the UCX worker back, unless it still has something to send. No wire is open."""
+        assert self._api is not None
+        for _ in range(_ROUNDS):
+            if not self._look():
+                break
+        if self._left or any(path.unheard or path.path.busy for path in self._paths.values()):
+            return False
+        for path in list(self._paths.values()):
+            path.fail("endpoint closed: the worker is released")
+        self._api.close()
+        self._api = None
+        return True
+
+    def close(self) -> None:
+        """Release it now, if that can be done safely; else it stays as it is until the process ends."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        for path in [*self._paths.values(), *self._left]:
+            path.end_wires("endpoint closed: the transport is closed")
+        if self._api is not None and not self._release():
+            self._api = None
+
+
+class SharedPath:
+    """The UCX endpoint to one other worker, and the wires over it."""
+
+    def __init__(self, worker: UcxWorker, address: bytes) -> None:
+        self.address = address
+        self.number = secrets.randbits(64)
+        self.peer_number: int | None = None
+        self.wires: set[UcxWire] = set()
+        self.unheard = False  # something was sent of which we don't know that it arrived
+        self._worker = worker
+        self._heard = False
+        self.path: Path = worker.api.connect(address, self.fail)
+
+    def heard(self, remote: str) -> None:
+        """A message has come, so UCX has settled on its transports."""
+        if not self._heard:
+            self._heard = True
+            logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
+
+    def agree(self, number: int) -> bool:
+        """The peer tells the number of its end. False when it isn't the end that we have talked to."""
+        if self.peer_number is not None and self.peer_number != number and self._heard:
+            return False
+        self.peer_number = number
+        return True
+
+    def leave(self, reason: str) -> None:
+        """Don't use it any more: its other end is gone."""
+        self._worker.forget(self, failed=False)
+        self.end_wires(reason)
+
+    def fail(self, reason: str) -> None:
+        """UCX has given it up."""
+        self._worker.forget(self, failed=True)
+        self.end_wires(reason)
+        self.path.close()
+
+    def end_wires(self, reason: str) -> None:
+        wires = list(self.wires)
+        self.wires.clear()
+        for wire in wires:
+            wire.fail(reason)
+
+
+# ------------------------------------------------------------------------------------------------ wire
+
+
+class _Large:
+    """A large frame on its way out, message by message."""
+
+    __slots__ = ("first", "handed_over", "mac", "sizes", "views")
+
+    def __init__(
+        self,
+        prefix: bytes,
+        header: bytes,
+        views: Sequence[memoryview],
+        n_payload: int,
+        mac: BodyMac,
+        handed_over: _Done | None,
+    ) -> None:
+        inline = header_inline(len(header))
+        first = prefix + header if inline else prefix
+        self.first: bytes | None = _LENGTH.pack(len(first)) + first
+        if inline:
+            mac.update(header)
+        self.mac = mac
+        self.views = deque(views)
+        if not inline:
+            self.views.appendleft(memoryview(header))
+        self.sizes = deque(piece_bytes(len(header), n_payload))
+        self.handed_over = handed_over
+
+
+class UcxWire(Wire):
+    """One connection: a line, and a pair of tags over the path to the peer's worker."""
+
+    def __init__(self, worker: UcxWorker, sock: socket.socket, remote: str) -> None:
+        super().__init__(remote)
+        self._worker = worker
+        self._loop = worker.loop
+        self._line = Line(worker.loop, sock, self._line_message, self._line_ended, self._violated)
+        self._open = True
+        self._reading = True  # whether what arrives is of interest
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
+        self._inbox: Inbox | None = None
+        self._shared: SharedPath | None = None
+        self._path: Path | None = None  # once both sides know each other's end of it
+        self._tag = 0  # under which the peer receives
+        # Outgoing.
+        self._out: deque[bytes | _Large] = deque()
+        self._queued = 0
+        self._on_its_way = 0
+        self._n_sent = 0  # messages
+        self._pumping = False
+        self._was_high = False
+        self._closing: TimerHandle | None = None
+        self._said_goodbye = False
+        # Incoming.
+        self._n_received = 0
+        self._n_announced: int | None = None  # by the peer's goodbye
+        self._last_words: TimerHandle | None = None
+        self._head: Head | None = None  # of the large frame that arrives
+        self._mac: BodyMac | None = None
+        self._body = _EMPTY  # header, payload and MAC of it
+        worker.enter()
+
+    # ------------------------------------------------------------------------------ connecting
+
+    def send_message(self, data: bytes) -> None:
+        self._line.send(data)
+
+    def start_frames(self, sealer: Sealer, opener: Opener) -> None:
+        self._sealer, self._opener = sealer, opener
+        self._line.believe()
+        api = self._worker.api
+        tag = secrets.randbits(64)
+        self._inbox = api.inbox(tag, self._broken)
+        self._inbox.expect_message(self._message_arrived)
+        where = msgspec.msgpack.encode(_Where(api.address, tag))
+        if len(where) > MAX_LINE_BYTES - HEAD_BYTES - TAG_BYTES:
+            raise UserError(
+                f"transport ucx: the worker's address takes {len(where)} bytes, expected less than {MAX_LINE_BYTES}; "
+                "choose fewer devices by UCX_NET_DEVICES"
+            )
+        self._line.send(sealer.small(int(Frame.NOTIFY), 0, where, b""))
+
+    def _line_message(self, data: bytes) -> None:
+        try:
+            if self._opener is None:
+                self.on_message(data)
+            elif self._shared is None:
+                self._told_where(data)
+            else:
+                kind, number = _RECORD.unpack(data)
+                if kind == _PATH_NUMBER and self._path is None:
+                    self._told_path(number)
+                elif kind == _GOODBYE:
+                    self._n_announced = number
+                else:
+                    raise ProtocolError(f"unexpected {kind!r} beside the frames")
+        except (ProtocolError, AuthenticationError, msgspec.MsgspecError, struct.error, RecursionError) as error:
+            self._violated(str(error))
+
+    def _told_where(self, data: bytes) -> None:
+        assert self._opener is not None and self._inbox is not None
+        head = read_head(data)
+        self._opener.small(data)
+        where = _where_decoder.decode(data[HEAD_BYTES : HEAD_BYTES + head.header_bytes])
+        try:
+            shared = self._worker.path_to(where.address)
+        except ConnectionError as error:
+            self.fail(f"endpoint closed: UCX finds no way to the peer ({error}); check UCX_TLS and UCX_NET_DEVICES")
+            return
+        self._tag = where.tag
+        self._shared = shared
+        shared.wires.add(self)
+        self._inbox.attach(shared.path)
+        self._line.send(_RECORD.pack(_PATH_NUMBER, shared.number))
+
+    def _told_path(self, number: int) -> None:
+        shared = self._shared
+        assert shared is not None
+        if not shared.agree(number):
+            # It has lost the path that we still hold, so what we'd send wouldn't arrive.
+            shared.leave("endpoint closed: the peer has lost an earlier connection; connect again")
+            return
+        self._path = shared.path
+        self._pump()
+
+    # ------------------------------------------------------------------------------ sending
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued
+
+    def send(
+        self,
+        kind: int,
+        call_id: int,
+        header: bytes,
+        views: Sequence[memoryview],
+        n_bytes: int,
+        handed_over: Callable[[], None] | None = None,
+    ) -> bool:
+        sealer = self._sealer
+        assert sealer is not None, "frames before start_frames"
+        if not self._open:
+            return False
+        small = HEAD_BYTES + len(header) + n_bytes + TAG_BYTES
+        if small <= INLINE_BYTES:
+            self._out.append(sealer.small(kind, call_id, header, b"".join(views) if views else b""))
+            self._queued += small
+        else:
+            prefix, mac = sealer.large(kind, call_id, header, n_bytes)
+            self._out.append(_Large(prefix, header, views, n_bytes, mac, handed_over))
+            self._queued += small + TAG_BYTES
+        if self._queued >= LOW_WATER_BYTES:
+            self._was_high = True
+        return small <= INLINE_BYTES
+
+    def flush(self) -> None:
+        if self._out:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Hand to UCX what is queued, as long as not too much is on its way."""
+        path = self._path
+        if path is None or self._pumping or not self._open:
+            return
+        self._pumping = True
+        out = self._out
+        turn = 0
+        while out and self._on_its_way < IN_FLIGHT_BYTES:
+            first = out[0]
+            if isinstance(first, bytes):
+                turn += self._send_small(path)
+            else:
+                turn += self._send_next(path, first)
+            if turn >= _TURN_BYTES:
+                self._loop.call_soon(self._pump)
+                break
+        self._pumping = False
+        if self._was_high and self._queued < LOW_WATER_BYTES:
+            self._was_high = False
+            self._loop.call_soon(self._tell_drained)
+        if self._closing is not None:
+            self._say_goodbye()
+
+    def _send_small(self, path: Path) -> int:
+        """One message with the small frames at the front of the queue."""
+        out = self._out
+        frame = out.popleft()
+        assert isinstance(frame, bytes)
+        n = len(frame)
+        if out and n < PACK_BYTES:
+            frames = [frame]
+            while out and isinstance(out[0], bytes) and n + len(out[0]) <= PACK_BYTES:
+                frame = out.popleft()
+                assert isinstance(frame, bytes)
+                frames.append(frame)
+                n += len(frame)
+            frame = b"".join(frames)
+        self._post(path, _LENGTH.pack(n) + frame, n)
+        return n
+
+    def _send_next(self, path: Path, large: _Large) -> int:
+        """The next message of the large frame at the front of the queue."""
+        if large.first is not None:
+            first, large.first = large.first, None
+            n = len(first) - _LENGTH.size
+            self._post(path, first, n)
+            return n
+        if large.sizes:
+            n = large.sizes.popleft()
+            piece = take_piece(large.views, n)
+            self._post(path, piece, n, None if large.sizes else large.handed_over)
+            large.mac.update(piece)  # while it travels
+            return n
+        self._out.popleft()
+        self._post(path, large.mac.tag(), TAG_BYTES)
+        return TAG_BYTES
+
+    def _post(self, path: Path, data: Buffer, n: int, handed_over: _Done | None = None) -> None:
+        self._n_sent += 1
+        assert self._shared is not None
+        self._shared.unheard = True
+        if path.send(self._tag, data, functools.partial(self._has_left, n, handed_over)):
+            self._queued -= n
+            if handed_over is not None:
+                self._loop.call_soon(handed_over)
+        else:
+            self._on_its_way += n
+            self._worker.kick()
+
+    def _has_left(self, n: int, handed_over: _Done | None) -> None:
+        self._on_its_way -= n
+        self._queued -= n
+        if handed_over is not None and self._open:
+            handed_over()
+        if self._out or self._was_high:
+            self._pump()
+
+    def _tell_drained(self) -> None:
+        self.on_drained()
+
+    # ------------------------------------------------------------------------------ receiving
+
+    def _message_arrived(self, data: memoryview) -> None:
+        """A message of small frames, or the first one of a large frame."""
+        opener = self._opener
+        assert opener is not None and self._inbox is not None and self._shared is not None
+        self._n_received += 1
+        self._shared.heard(self.remote)
+        try:
+            (n,) = _LENGTH.unpack_from(data)
+            start, stop = _LENGTH.size, _LENGTH.size + n
+            if stop > data.nbytes:
+                raise ProtocolError(f"message of {n} bytes, limit {MESSAGE_BYTES - _LENGTH.size}")
+            while start < stop:
+                head = read_head(data, start)
+                kind, n_header, n_payload, call_id = head
+                total = HEAD_BYTES + n_header + n_payload + TAG_BYTES
+                if total > INLINE_BYTES:
+                    self._begin_large(head, data[start:stop])
+                    return
+                if start + total > stop:
+                    raise ProtocolError("a frame is longer than its message")
+                frame = bytes(data[start : start + total])
+                opener.small(frame)
+                start += total
+                cut = HEAD_BYTES + n_header
+                payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
+                self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
+                if not self._reading:
+                    return
+        except (AuthenticationError, ProtocolError, struct.error) as error:
+            self._violated(str(error))
+            return
+        except MemoryError:
+            self._violated("no memory for a frame of the announced size")
+            return
+        self._inbox.expect_message(self._message_arrived)
+        self._check_last_words()
+
+    def _begin_large(self, head: Head, data: memoryview) -> None:
+        """Check the head, allocate the frame's own buffer, and expect each piece at its place."""
+        assert self._opener is not None and self._inbox is not None
+        _, n_header, n_payload, _ = head
+        cut = HEAD_BYTES + TAG_BYTES
+        inline = n_header if header_inline(n_header) else 0
+        if data.nbytes != cut + inline:
+            raise ProtocolError(f"first message of a large frame of {data.nbytes} bytes, expected {cut + inline}")
+        self._mac = mac = self._opener.large(head, data[:HEAD_BYTES], data[HEAD_BYTES:cut])
+        self._head = head
+        self._body = body = aligned_buffer(n_header, n_payload + TAG_BYTES)
+        if inline:
+            body[:inline] = data[cut:]
+            mac.update(body[:inline])
+        start = inline
+        for n in piece_bytes(n_header, n_payload):
+            piece = body[start : start + n]
+            self._inbox.expect_piece(piece, functools.partial(self._piece_arrived, piece))
+            start += n
+        self._inbox.expect_piece(body[start:], self._body_arrived)
+
+    def _piece_arrived(self, piece: memoryview) -> None:
+        self._n_received += 1
+        if self._mac is not None:
+            self._mac.update(piece)
+
+    def _body_arrived(self) -> None:
+        head, mac, body = self._head, self._mac, self._body
+        assert head is not None and mac is not None and self._inbox is not None
+        self._n_received += 1
+        self._head, self._mac, self._body = None, None, _EMPTY
+        end_of_data = len(body) - TAG_BYTES
+        try:
+            mac.check(body[end_of_data:])
+        except AuthenticationError as error:
+            self._violated(str(error))
+            return
+        payload = body[head.header_bytes : end_of_data].toreadonly()
+        self.on_frame(head.kind, head.call_id, bytes(body[: head.header_bytes]), payload)
+        if self._reading:
+            self._inbox.expect_message(self._message_arrived)
+            self._check_last_words()
+
+    def _violated(self, reason: str) -> None:
+        if self._reading:
+            self._stop_reading()
+            self.on_violated(reason)
+
+    def _stop_reading(self) -> None:
+        self._reading = False
+        self._head, self._mac, self._body = None, None, _EMPTY
+        if self._inbox is not None:
+            self._inbox.close()
+
+    def _broken(self, reason: str) -> None:
+        """The inbox got what wasn't expected, or failed."""
+        if reason.startswith("protocol error"):
+            self._violated(reason)
+        else:
+            self.fail(reason)
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _line_ended(self, reason: str) -> None:
+        if not self._open:
+            return
+        if self._closing is not None:
+            if self._shared is not None and self._said_goodbye:
+                self._shared.unheard = False  # it has taken everything
+            self.abandon()
+        elif self._n_announced is not None:
+            self._last_words = self._loop.call_later(LAST_WORDS_S, self._check_last_words, True)
+            self._worker.drain()
+            self._check_last_words()
+        elif self._shared is None:
+            self.fail(f"endpoint closed: {reason}")
+        else:
+            self._worker.drain()  # what it sent before, its reason for the end perhaps
+            self.fail(f"endpoint closed: {reason}")
+
+    def _check_last_words(self, too_late: bool = False) -> None:
+        if self._last_words is None or not self._open:
+            return
+        if too_late or self._n_received >= (self._n_announced or 0):
+            self.fail("endpoint closed: the peer has closed the connection")
+
+    def fail(self, reason: str) -> None:
+        """The connection is gone."""
+        if not self._open:
+            return
+        lost = self.on_lost
+        self._end(goodbye=False)
+        lost(reason)
+
+    def close(self, flush_s: float) -> None:
+        """Send what is queued and our goodbye, wait shortly for the peer's end, close."""
+        self.silence()
+        if not self._open or self._closing is not None:
+            return
+        self._stop_reading()
+        self._closing = self._loop.call_later(flush_s, self.abandon)
+        self._pump()
+        self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Once nothing is queued. The peer ends the line when it has taken everything."""
+        if not self._said_goodbye and not self._out:
+            self._said_goodbye = True
+            if self._shared is not None:
+                self._line.send(_RECORD.pack(_GOODBYE, self._n_sent))
+            self._line.finish()
+
+    def abandon(self) -> None:
+        self._end(goodbye=True)
+
+    def _end(self, *, goodbye: bool) -> None:
+        self.silence()
+        if not self._open:
+            return
+        if goodbye and self._shared is not None and not self._said_goodbye:
+            self._line.send(_RECORD.pack(_GOODBYE, self._n_sent))
+        self._open = False
+        self._stop_reading()
+        for timer in (self._closing, self._last_words):
+            if timer is not None:
+                timer.cancel()
+        self._line.close()
+        self._out.clear()
+        self._queued = 0
+        if self._shared is not None:
+            self._shared.wires.discard(self)
+            self._shared = None
+        self._path = None
+        self._worker.leave()
