@@ -11,7 +11,7 @@ waits for it.
 
 **Nothing here waits inside MPI.** All is Isend, Iprobe, Irecv and Test, so deadlines fire whatever the peer does. MPI
 has no descriptor to sleep on: the loop looks (polling.py), eagerly for a while after each event and each call, then
-with sleeps that double up to `max_sleep_s`. README.md says what that costs.
+with sleeps that grow up to `max_sleep_s`. README.md says what that costs.
 
 **No receive from MPI_ANY_SOURCE:** messages are probed for and then received from their sender. With MPICH 5.0.2
 (ch4:ucx) and ranks on several nodes, posted receives from any source stay incomplete for ever although their message
