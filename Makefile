@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTHON ?= python3.11
 PY := $(VENV)/bin/python
 SEED ?= 0
+BENCH_ARGS ?=
 BOX_ROOT ?= /tmp/miles-box-$(shell id -u)
 export PYTHONSAFEPATH := 1
 
@@ -33,8 +34,9 @@ lint: ## ruff and shellcheck
 types: ## strict type check
 	@$(VENV)/bin/mypy
 
-bench: setup ## benchmarks beside their peers (tools/bench_*.py)
-	@for b in tools/bench_*.py; do [ -e "$$b" ] || { echo "no benchmarks yet"; break; }; $(PY) "$$b" || exit 1; done
+bench: ## benchmarks beside their peers, Ray among them (BENCH_ARGS=--quick for less than a minute each)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRAS=bench bash tools/setup.sh
+	@for b in tools/bench_*; do $(PY) -m tools.$$(basename "$$b" .py) $(BENCH_ARGS) || exit 1; done
 
 box-up: setup ## bring the private Slurm cluster up
 	@$(PY) -m tools.slurm_box up --root $(BOX_ROOT)

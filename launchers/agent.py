@@ -62,6 +62,9 @@ def main() -> int:
     except FencedError as error:
         print(f"agent {name}: fenced: {error}", file=sys.stderr)
         return exits.FENCED
+    except UserError as error:
+        print(f"agent {name}: error: {error}", file=sys.stderr)
+        return exits.USER_ERROR
     except DeadlineExpired as error:
         print(f"agent {name}: {error}", file=sys.stderr)
         return exits.FAILED

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import random
-import selectors
 import signal
 import statistics
 import sys
@@ -43,6 +42,7 @@ from miles_hpc.core.messages import Ack, Message, RelayTarget, Shutdown
 from miles_hpc.core.transport import Buffer, Endpoint, Handler, Listener, Reply, Transport
 from miles_hpc.core.version import __version__
 from tests.fakes.fleet import credentials, fleet
+from tests.fakes.virtual_time import run_virtually
 
 __all__ = ["main"]
 
@@ -56,30 +56,7 @@ MESSAGE = Shutdown(reason="bench")
 PAYLOADS = (0, 1 << 20)
 ARMS = ("one_by_one", "loop", "direct", "tree")
 
-# ------------------------------------------------------------------------------------------------ the model's clock
-
-
-class _IdleIsFast(selectors.DefaultSelector):
-    """Where the loop would sleep, the clock jumps instead."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready and timeout:
-            self.now += timeout
-        return ready
-
-
-class ModelLoop(asyncio.SelectorEventLoop):
-    """An event loop on which computing takes no time."""
-
-    def __init__(self) -> None:
-        self._clock = _IdleIsFast()
-        super().__init__(self._clock)
-
-    def time(self) -> float:
-        return self._clock.now
+# ------------------------------------------------------------------------------------------------ the model
 
 
 class _SlowEndpoint(Endpoint):
@@ -214,11 +191,7 @@ async def _one_process(part: str, n: int, repeats: int, *, wrap: Callable[[Trans
 def model(sizes: Sequence[int]) -> list[Arm]:
     arms = []
     for n in sizes:
-        loop = ModelLoop()
-        try:
-            arms += loop.run_until_complete(_one_process("model", n, 1, wrap=SlowTransport))
-        finally:
-            loop.close()
+        arms += run_virtually(_one_process("model", n, 1, wrap=SlowTransport))
     return arms
 
 

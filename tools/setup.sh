@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment that the demo and the tests use, and installs Debian packages where we may.
 # Idempotent: a stamp remembers what was installed; nothing is done twice. Says what it chose.
+# EXTRAS="bench ..." adds extras of pyproject.toml; those of earlier calls stay.
 set -euo pipefail
 
 venv=${VENV:-.venv}
@@ -8,6 +9,9 @@ python=${PYTHON:-python3.11}
 debian=(slurmctld slurmd slurm-client munge bubblewrap shellcheck iproute2)
 stamp=$venv/.setup-stamp
 want=$(cat pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1)
+installed='' extras_installed=''
+if [[ -f $stamp ]]; then { read -r installed; read -r extras_installed; } <"$stamp" || true; fi
+extras=$(tr ' ' '\n' <<<"$extras_installed ${EXTRAS:-}" | sort -u | xargs)
 
 missing=()
 for package in "${debian[@]}"; do
@@ -33,7 +37,7 @@ if ((${#missing[@]})); then
     fi
 fi
 
-if [[ -f $stamp && $(cat "$stamp") == "$want" ]]; then
+if [[ $installed == "$want" && $extras_installed == "$extras" ]]; then
     exit 0
 fi
 command -v "$python" >/dev/null || { echo "setup: no $python on PATH; set PYTHON=python3.x (3.11 to 3.13)" >&2; exit 2; }
@@ -49,10 +53,11 @@ else
     echo "setup: Python $version, no GPU: $torch"
 fi
 "$venv/bin/python" -m pip install -q --disable-pip-version-check "$torch" 2> >(grep -v WARNING >&2)
-"$venv/bin/python" -m pip install -q --disable-pip-version-check -e '.[train,mpich,gguf,ucx,dev]' 2> >(grep -v WARNING >&2)
+"$venv/bin/python" -m pip install -q --disable-pip-version-check \
+    -e ".[train,mpich,gguf,ucx,dev${extras:+,${extras// /,}}]" 2> >(grep -v WARNING >&2)
 "$venv/bin/python" - <<'PY'
 import importlib.metadata as m
 names = ("torch", "transformers", "mpi4py", "mpich", "zarr", "msgspec", "numpy")
 print("setup: ready:", ", ".join(f"{n} {m.version(n)}" for n in names))
 PY
-echo "$want" >"$stamp"
+printf '%s\n' "$want" "$extras" >"$stamp"

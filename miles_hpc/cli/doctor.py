@@ -12,6 +12,7 @@ from pathlib import Path
 import miles_hpc
 from miles_hpc.cluster.site import site_folders, template_folders
 from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.control.addresses import interface_names, local_addresses
 from miles_hpc.core import env, registry
 from miles_hpc.core.errors import MilesError
 from miles_hpc.core.load import site_names
@@ -31,6 +32,7 @@ def main(args: argparse.Namespace) -> int:
         ("miles-hpc", f"{__version__}, protocol {PROTOCOL_VERSION}, in {Path(miles_hpc.__path__[0])}"),
         ("python", f"{platform.python_version()}, {sys.executable}"),
         ("machine", f"{platform.node()}, {platform.machine()}, {platform.system()} {platform.release()}"),
+        ("addresses", ", ".join(map(" ".join, zip(interface_names(), local_addresses(), strict=True)))),
         ("slurm", _slurm()),
         ("sites", ", ".join(sorted(site_names(site_folders()))) or "none"),
         ("templates", ", ".join(str(folder) for folder in template_folders() if folder.is_dir())),

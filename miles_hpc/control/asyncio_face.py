@@ -71,6 +71,8 @@ class AsyncEndpoint(Endpoint, Face):
         try:
             return await future
         except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.exception()  # lost in the same turn of the loop: known now, not to be reported as forgotten
             conversation.give_up(exchange, DeadlineExpired("the call was cancelled"))
             raise
 
@@ -117,7 +119,11 @@ class AsyncEndpoint(Endpoint, Face):
                     future.set_result(None)
 
             exchange.on_done = done
-            await future
+            try:
+                await future
+            except asyncio.CancelledError:
+                self.conversation.give_up(exchange, DeadlineExpired("the notify was cancelled"))
+                raise
         if isinstance(exchange.result, Exception):
             raise exchange.result
 
@@ -177,14 +183,15 @@ class AsyncEndpoint(Endpoint, Face):
         room = asyncio.Event()
         incoming.more = room.set
         try:
+            await self._wait_for_room(incoming, room)  # first: else it would be an item ahead of the window
             if isinstance(items, AsyncIterator):
                 async for item in items:
-                    await self._wait_for_room(incoming, room)
                     conversation.item(incoming, item)
+                    await self._wait_for_room(incoming, room)
             else:
                 for item in items:
-                    await self._wait_for_room(incoming, room)
                     conversation.item(incoming, item)
+                    await self._wait_for_room(incoming, room)
         finally:
             if hasattr(items, "aclose"):
                 await items.aclose()
@@ -263,7 +270,6 @@ class AsyncListener(Listener):
         try:
             if self._on_connect is not None:
                 await self._on_connect(endpoint)
-            endpoint.conversation.admit()
         except Exception as error:
             endpoint.conversation.refuse(error)
             expected = isinstance(error, MilesError)
@@ -271,6 +277,8 @@ class AsyncListener(Listener):
                 "%s: %s refused: %s", self.address, endpoint.peer.name, error, exc_info=None if expected else error
             )
             return
+        if not endpoint.closed.is_set():  # else it ended meanwhile; its owner has it, so that it hears of the end
+            endpoint.conversation.admit()
         await endpoint.closed.wait()
         if self._on_close is not None:
             await self._on_close(endpoint)

@@ -4,7 +4,12 @@
     serve  ─▶ PlainLoop.run_until(...)             handlers run between two events, never inside one another's parsing
 
 While one call waits, everything else of the transport is served: other endpoints, incoming calls, new connections.
-A handler may itself call; what else arrives meanwhile is served inside that wait.
+A handler may itself call; what else arrives meanwhile is served inside that wait, so waits lie within one another, and
+the outer one returns after the inner one. Beyond _NESTED of them an endpoint that has handlers at work begins further
+ones when waits have ended, or when nothing happens any more; beyond _MOST_NESTED they fail before the stack is used up.
+
+A handler that has begun isn't stopped when its caller gives up, since it runs in place. What hasn't begun is, if its
+message is `cancellable`, and so is a stream, between two items.
 """
 
 from __future__ import annotations
@@ -39,6 +44,9 @@ __all__ = ["SPIN_S", "PlainTransport"]
 #: How long a wait looks again and again before it sleeps: about what waking a process costs on a virtual machine.
 SPIN_S = 100e-6
 _CLOSE_S = 1.0
+#: Waits within one another before handlers are put off. A level takes about seven frames of Python's stack.
+_NESTED = 16
+_MOST_NESTED = 64
 
 
 class _Pending(PendingCall):
@@ -82,6 +90,8 @@ class PlainEndpoint(BlockingEndpoint, Face):
         self.on_ended: Callable[[], None] | None = None
         self._loop = loop
         self._handler = handler
+        self._at_work = 0  # handlers that have begun, each but the last within the wait of the one before
+        self._put_off: deque[Incoming] = deque()  # until fewer waits lie within one another
         self.conversation = Conversation(loop, wire, keys, limits, self, dialer=dialer)
 
     @property
@@ -169,55 +179,51 @@ class PlainEndpoint(BlockingEndpoint, Face):
         self._loop.call_soon(self._handle, incoming)
 
     def _handle(self, incoming: Incoming) -> None:
+        if self._put_off or self._too_deep():
+            self._put_off.append(incoming)
+            self._loop.put_off(self._handle_next, _NESTED)
+        else:
+            self._run_handler(incoming)
+
+    def _too_deep(self) -> bool:
+        return self._loop.depth > (_NESTED if self._at_work else _MOST_NESTED)
+
+    def _handle_next(self, stuck: bool) -> None:
+        if not stuck and self._too_deep():
+            self._loop.put_off(self._handle_next, _NESTED)
+            return
+        incoming = self._put_off.popleft()
+        if self._loop.depth <= _MOST_NESTED:
+            self._run_handler(incoming)
+        else:
+            name = type(incoming.message).__name__
+            self._failed(incoming, ProtocolError(f"{name}: {_MOST_NESTED} handlers wait within one another already"))
+        self._loop.resume()
+
+    def _run_handler(self, incoming: Incoming) -> None:
         handler = self._handler
         conversation = self.conversation
+        self._at_work += 1
         try:
+            if incoming.unwanted:
+                raise DeadlineExpired("the caller gave up before the call was begun")
             if handler is None:
                 raise ProtocolError(f"{type(incoming.message).__name__}: nobody handles calls on this side")
             answer = handler(self, incoming.message, incoming.payload)
             if answer is None or isinstance(answer, tuple | Message):
                 conversation.answer(incoming, answer)
+            elif not hasattr(answer, "__next__"):
+                raise TypeError(
+                    f"a handler answered {type(answer).__name__}, expected a Message or an iterator of them"
+                )
             elif incoming.wants_stream:
-                self._send_items(incoming, answer)
+                _Items(self._loop, self, incoming, answer)
             else:
                 raise ProtocolError(f"{type(incoming.message).__name__}: its answer is a stream; ask with stream()")
         except Exception as error:
             self._failed(incoming, error)
-
-    def _send_items(self, incoming: Incoming, items: Iterator[HandlerResult]) -> None:
-        """Take items while the reader has room; goes on by itself when it has again."""
-        conversation = self.conversation
-        planned = False
-
-        def close() -> None:
-            if hasattr(items, "close"):
-                items.close()
-
-        def stop() -> None:
-            self._loop.call_soon(close)
-            conversation.fail(incoming, DeadlineExpired("the reader has left the stream"))
-
-        def more() -> None:
-            nonlocal planned
-            if not planned:
-                planned = True
-                self._loop.call_soon(step)
-
-        def step() -> None:
-            nonlocal planned
-            planned = False
-            try:
-                if incoming.more is not None and conversation.ready_for_item(incoming):
-                    conversation.item(incoming, next(items))
-                    more()
-            except StopIteration:
-                conversation.answer(incoming, None)
-            except Exception as error:
-                close()
-                self._failed(incoming, error)
-
-        incoming.stop, incoming.more = stop, more
-        more()
+        finally:
+            self._at_work -= 1
 
     def _failed(self, incoming: Incoming, error: Exception) -> None:
         if not (isinstance(error, MilesError) and incoming.call_id):
@@ -231,6 +237,60 @@ class PlainEndpoint(BlockingEndpoint, Face):
     def ended(self) -> None:
         if self.on_ended is not None:
             self.on_ended()
+
+
+class _Items:
+    """A stream that we answer: takes items while the reader has room, and goes on by itself when it has again."""
+
+    def __init__(
+        self, loop: PlainLoop, endpoint: PlainEndpoint, incoming: Incoming, items: Iterator[HandlerResult]
+    ) -> None:
+        self._loop = loop
+        self._endpoint = endpoint
+        self._incoming = incoming
+        self._items = items
+        self._planned = False
+        self._running = False  # the iterator may wait, and we be called within that wait
+        incoming.stop, incoming.more = self._stop, self._more
+        self._more()
+
+    def _more(self) -> None:
+        if not self._planned:
+            self._planned = True
+            self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        self._planned = False
+        if self._running:
+            return
+        conversation = self._endpoint.conversation
+        incoming = self._incoming
+        if not conversation.ready_for_item(incoming) or self._over():
+            return
+        self._running = True
+        try:
+            conversation.item(incoming, next(self._items))
+        except StopIteration:
+            conversation.answer(incoming, None)
+        except Exception as error:
+            self._endpoint._failed(incoming, error)
+        finally:
+            self._running = False
+        if self._over():
+            self._close()
+        else:
+            self._more()
+
+    def _over(self) -> bool:
+        return self._incoming.more is None  # answered, failed or stopped
+
+    def _stop(self) -> None:
+        self._endpoint.conversation.fail(self._incoming, DeadlineExpired("the reader has left the stream"))
+        self._loop.call_soon(self._close)
+
+    def _close(self) -> None:
+        if not self._running and hasattr(self._items, "close"):
+            self._items.close()
 
 
 class PlainListener(BlockingListener):
@@ -254,6 +314,7 @@ class PlainListener(BlockingListener):
         self._on_connect = on_connect
         self._on_close = on_close
         self._open: set[PlainEndpoint] = set()
+        self._accepted: set[PlainEndpoint] = set()  # by on_connect; on_close is owed to them
         self._greeter = Greeter(loop, carrier, bind, terms, self._authenticated, any_term=any_term)
         self.address = self._greeter.address
 
@@ -267,7 +328,6 @@ class PlainListener(BlockingListener):
         try:
             if self._on_connect is not None:
                 self._on_connect(endpoint)
-            endpoint.conversation.admit()
         except Exception as error:
             import logging
 
@@ -275,16 +335,21 @@ class PlainListener(BlockingListener):
             self._open.discard(endpoint)
             endpoint.conversation.refuse(error)
             return
-        self.endpoints[endpoint.peer.name] = endpoint
+        self._accepted.add(endpoint)
+        if endpoint.closed:  # it ended meanwhile; its owner has it, so that it hears of the end
+            self._loop.call_soon(self._ended, endpoint)
+        else:
+            self.endpoints[endpoint.peer.name] = endpoint
+            endpoint.conversation.admit()
 
     def _ended(self, endpoint: PlainEndpoint) -> None:
         self._open.discard(endpoint)
-        name = endpoint.peer.name
-        admitted = self.endpoints.get(name) is endpoint
-        if admitted:
-            del self.endpoints[name]
-        if self._on_close is not None and endpoint.conversation.was_admitted:
-            self._on_close(endpoint)
+        if self.endpoints.get(endpoint.peer.name) is endpoint:
+            del self.endpoints[endpoint.peer.name]
+        if endpoint in self._accepted:
+            self._accepted.discard(endpoint)
+            if self._on_close is not None:
+                self._on_close(endpoint)
 
     def close(self) -> None:
         self._greeter.close()
@@ -310,6 +375,7 @@ class PlainTransport(BlockingTransport):
         self._carrier = carrier(self._loop)
         self._listeners: list[PlainListener] = []
         self._dialed: set[PlainEndpoint] = set()
+        self._closed = False
 
     def listen(
         self,
@@ -333,6 +399,8 @@ class PlainTransport(BlockingTransport):
         def authenticated(wire: Wire, keys: SessionKeys) -> None:
             endpoint = PlainEndpoint(loop, wire, keys, handler, self.terms.limits, dialer=True)
             found.append(endpoint)
+            self._dialed.add(endpoint)
+            endpoint.on_ended = lambda: self._dialed.discard(endpoint)
             endpoint.conversation.when_admitted(decided.append)
 
         dialing = Dialing(self._carrier, address, self.terms, authenticated, decided.append)
@@ -346,10 +414,7 @@ class PlainTransport(BlockingTransport):
             if found:
                 found[0].conversation.abandon("refused")
             raise decided[0]
-        endpoint = found[0]
-        self._dialed.add(endpoint)
-        endpoint.on_ended = lambda: self._dialed.discard(endpoint)
-        return endpoint
+        return found[0]
 
     def serve(self, until: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
         end = None if deadline_s is None else self._loop.time() + deadline_s
@@ -359,6 +424,9 @@ class PlainTransport(BlockingTransport):
         return self._carrier.chosen()
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for listener in self._listeners:
             listener.close()
         for endpoint in list(self._dialed):

@@ -15,7 +15,8 @@
 **Window.** Each side announces how many messages and bytes of calls and notifies it takes before they are done. The
 sender counts: a message leaves when, with it, both stay within the window, or when less than half of the bytes are in
 use (so that a payload larger than the window can travel, alone). An answer gives a call's share back; CREDIT gives back
-what notifies took, half a window at a time. Messages marked `urgent` don't wait.
+what notifies took, as soon as that is half of what isn't in work. Messages marked `urgent` don't wait; but of those
+beyond the window there are at most 64, each of 64 KiB, or a stopped peer would be drowned when it goes on.
 
 **Giving up.** An expired or cancelled call sends CANCEL; its share of the window stays in use until the peer answers,
 which it always does.
@@ -46,20 +47,23 @@ HIGH_WATER_BYTES = 64 << 20
 #: How long an orderly end may take to leave.
 FLUSH_S = 1.0
 
-_URGENT_SLACK = 64  # urgent messages beyond the window that a receiver still takes
-_SLACK_BYTES = 1 << 20
+_EARLY_BYTES = 1024  # so much isn't kept for the loop's next round: about 16 small frames
+_URGENT_SLACK = 64  # urgent messages that may be on their way beyond the window
+_URGENT_BYTES = 64 << 10  # size of such a message
 _MAX_FAILURE_CHARS = 16_384
 _MAX_REASON_CHARS = 500  # of what a peer's broken frame can make us say and log
 _CREDIT = struct.Struct("<IQ")  # messages, bytes
 _EMPTY = memoryview(b"")
-_ACK = encode(Ack())
-_ACK_REPLY = Reply(Ack(), _EMPTY)
+_ACKED = Ack()
+_ACK = encode(_ACKED)
+_ACK_REPLY = Reply(_ACKED, _EMPTY)
 _failure_decoder = msgspec.msgpack.Decoder(Failure)
 
 _CALL, _REPLY, _FAILURE, _NOTIFY = int(Frame.CALL), int(Frame.REPLY), int(Frame.FAILURE), int(Frame.NOTIFY)
 _STREAM, _ITEM, _CANCEL, _CREDIT_FRAME = int(Frame.STREAM), int(Frame.ITEM), int(Frame.CANCEL), int(Frame.CREDIT)
 
 _ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
+_KINDS = frozenset(map(int, Frame))
 
 
 def _failure(kind: str, text: str) -> bytes:
@@ -73,6 +77,15 @@ def _failure(kind: str, text: str) -> bytes:
 def _read_failure(header: bytes) -> Failure:
     failure = _failure_decoder.decode(header)
     return Failure(failure.kind[:_MAX_REASON_CHARS], failure.text[:_MAX_FAILURE_CHARS])
+
+
+def _content(result: Message | tuple[Message, Sequence[Buffer]] | None) -> tuple[bytes, Sequence[memoryview], int]:
+    """Header and payload of what a handler gave. Raises TypeError when that isn't a message."""
+    message, payload = result if isinstance(result, tuple) else (_ACKED if result is None else result, ())
+    if not isinstance(message, Message):
+        raise TypeError(f"a handler answered {type(message).__name__}, expected a Message, or one and its payload")
+    views, n_bytes = byte_views(payload) if payload else ((), 0)
+    return encode(message), views, n_bytes
 
 
 class Exchange:
@@ -133,7 +146,7 @@ class Incoming:
         self.cost = cost
         self.credit = STREAM_WINDOW  # items that may still be sent
         self.held = False  # not given to the face yet
-        self.unwanted = False  # the caller gave up while it was held
+        self.unwanted = False  # the caller gave up; for faces that begin handlers later
         self.stop: Callable[[], None] | None = None  # set by the face: end the handler, nobody waits for it
         self.more: Callable[[], None] | None = None  # set by the face: `ready_for_item` may have become true
 
@@ -238,11 +251,9 @@ class Conversation:
         if exchange.call_id:
             if not self.is_closed and exchange.call_id in self._exchanges:
                 self._send(_CANCEL, exchange.call_id, b"")
-        else:
-            try:
-                self._waiting.remove(exchange)
-            except ValueError:
-                pass
+        elif exchange in self._waiting:
+            self._waiting.remove(exchange)
+            self._room_appeared()  # it may have been too large for what is free, and the next one isn't
         exchange.settle(error)
 
     def item_taken(self, exchange: Exchange, n: int) -> None:
@@ -268,16 +279,19 @@ class Conversation:
         return Exchange(kind, type(message).__name__, header, views, n_header + n_bytes)
 
     def _submit(self, exchange: Exchange, urgent: bool) -> None:
-        if urgent or (not self._waiting and self._has_room(exchange.cost)):
+        if (not self._waiting and self._has_room(exchange.cost)) or (urgent and self._passes(exchange.cost)):
             self._dispatch(exchange)
         else:
             self._waiting.append(exchange)
+
+    def _passes(self, cost: int) -> bool:
+        return self._used_messages < self._window_messages + _URGENT_SLACK and cost <= _URGENT_BYTES
 
     def _has_room(self, cost: int) -> bool:
         if self._used_messages >= self._window_messages:
             return False
         used = self._used_bytes
-        return used + cost <= self._window_bytes or used < self._window_bytes // 2
+        return used + cost <= self._window_bytes or 2 * used < self._window_bytes
 
     def _dispatch(self, exchange: Exchange) -> None:
         self._used_messages += 1
@@ -320,10 +334,11 @@ class Conversation:
         if result is None:
             self._send(_REPLY, incoming.call_id, _ACK)
             return
-        message, payload = result if isinstance(result, tuple) else (result, ())
         try:
-            views, n_bytes = byte_views(payload)
-            self._send(_REPLY, incoming.call_id, encode(message), views, n_bytes)
+            if incoming.kind == _STREAM:
+                raise ProtocolError(f"{type(incoming.message).__name__}: its answer isn't a stream; ask with call()")
+            header, views, n_bytes = _content(result)
+            self._send(_REPLY, incoming.call_id, header, views, n_bytes)
         except Exception as error:  # too large for the peer, or not to be encoded: tell it, instead of letting it wait
             self._send(_FAILURE, incoming.call_id, _failure(type(error).__name__, str(error)))
 
@@ -332,26 +347,26 @@ class Conversation:
         if incoming.kind == _NOTIFY:
             self._notify_done(incoming)
         elif self._finish(incoming):
-            text = str(error) or "the handler was cancelled"
+            cancelled = not isinstance(error, Exception)  # asyncio.CancelledError, which has no text
+            text = "the handler was cancelled" if cancelled else str(error)
             self._send(_FAILURE, incoming.call_id, _failure(type(error).__name__, text))
 
     def ready_for_item(self, incoming: Incoming) -> bool:
         """Whether the reader has room for another item, and the wire as well."""
-        return incoming.credit > 0 and self._wire.queued_bytes <= HIGH_WATER_BYTES
+        return incoming.credit > 0 and not self.is_closed and self._wire.queued_bytes <= HIGH_WATER_BYTES
 
     def item(self, incoming: Incoming, result: HandlerResult) -> None:
         """Send one item of a stream; only when `ready_for_item`. Raises ProtocolError when it's too large."""
         if self.is_closed or incoming.call_id not in self._serving:
             return
-        message, payload = result if isinstance(result, tuple) else (Ack() if result is None else result, ())
-        views, n_bytes = byte_views(payload)
-        self._send(_ITEM, incoming.call_id, encode(message), views, n_bytes)
+        header, views, n_bytes = _content(result)
+        self._send(_ITEM, incoming.call_id, header, views, n_bytes)
         incoming.credit -= 1
 
     def _finish(self, incoming: Incoming) -> bool:
+        incoming.stop = incoming.more = None
         if self._serving.pop(incoming.call_id, None) is None or self.is_closed:
             return False
-        incoming.stop = incoming.more = None
         self._taken_messages -= 1
         self._taken_bytes -= incoming.cost
         return True
@@ -361,10 +376,16 @@ class Conversation:
         self._taken_bytes -= incoming.cost
         self._owed_messages += 1
         self._owed_bytes += incoming.cost
-        if self.is_closed:
-            return
+        if not self.is_closed:
+            self._give_credit()
+
+    def _give_credit(self) -> None:
+        """Give back what is owed, unless it's little in comparison to what the peer still has."""
         limits = self._limits
-        if 2 * self._owed_messages >= limits.window_messages or 2 * self._owed_bytes >= limits.window_bytes:
+        if (
+            2 * self._owed_messages >= limits.window_messages - self._taken_messages
+            or 2 * self._owed_bytes >= limits.window_bytes - self._taken_bytes
+        ):
             credit = _CREDIT.pack(self._owed_messages, self._owed_bytes)
             self._owed_messages = self._owed_bytes = 0
             self._send(_CREDIT_FRAME, 0, credit)
@@ -407,18 +428,16 @@ class Conversation:
             return
         try:
             if kind == _REPLY:
-                exchange = self._answered(call_id)
-                if exchange.result is None:
-                    if header == _ACK and not payload:
-                        exchange.settle(_ACK_REPLY)
-                    else:
-                        exchange.settle(Reply(decode(header), payload))
+                # Read first: an exchange that was taken out and not settled would wait for ever.
+                is_ack = header == _ACK and not payload
+                self._answered(call_id, _ACK_REPLY if is_ack else Reply(decode(header), payload))
             elif kind in _ASKING:
                 self._take(Incoming(kind, call_id, decode(header), payload, len(header) + len(payload)))
             else:
                 self._rare_frame(kind, call_id, header, payload)
         except (ProtocolError, msgspec.MsgspecError, struct.error, RecursionError) as error:
-            self._violated(f"protocol error: {error}")
+            name = Frame(kind).name if kind in _KINDS else f"frame of kind {kind}"
+            self._violated(f"protocol error in {name}: {error}")
         except Exception as error:  # ours: end this connection only, since the wire can't go on after half a frame
             import logging
 
@@ -428,7 +447,7 @@ class Conversation:
     def _rare_frame(self, kind: int, call_id: int, header: bytes, payload: memoryview) -> None:
         if kind == _FAILURE:
             failure = _read_failure(header)
-            self._answered(call_id).settle(RemoteError(failure.text, kind=failure.kind, peer=self.peer.name))
+            self._answered(call_id, RemoteError(failure.text, kind=failure.kind, peer=self.peer.name))
         elif kind == _ITEM:
             exchange = self._exchanges.get(call_id)
             if exchange is None or exchange.kind != _STREAM:
@@ -460,16 +479,16 @@ class Conversation:
             )
             self.abandon(f"refused by the peer: {failure.text}")
 
-    def _answered(self, call_id: int) -> Exchange:
-        """The exchange that this answer ends; its share of the peer's window is free again."""
+    def _answered(self, call_id: int, result: Reply | Exception) -> None:
+        """End the exchange that this answers; its share of the peer's window is free again."""
         exchange = self._exchanges.pop(call_id, None)
         if exchange is None:
             raise ProtocolError(f"answer to call {call_id}, which isn't open")
         self._used_messages -= 1
         self._used_bytes -= exchange.cost
+        exchange.settle(result)
         if self._waiting:
             self._room_appeared()
-        return exchange
 
     def _credited(self, call_id: int, messages: int, n_bytes: int) -> None:
         if call_id:
@@ -489,16 +508,23 @@ class Conversation:
 
     def _take(self, incoming: Incoming) -> None:
         limits = self._limits
-        within = self._taken_bytes + incoming.cost <= limits.window_bytes + _SLACK_BYTES
-        if self._taken_messages >= limits.window_messages + _URGENT_SLACK or not (
-            within or 2 * self._taken_bytes < limits.window_bytes
+        taken, cost = self._taken_bytes, incoming.cost
+        if (
+            self._taken_messages >= limits.window_messages
+            or (taken + cost > limits.window_bytes and 2 * taken >= limits.window_bytes)
+        ) and not (
+            incoming.message.urgent
+            and cost <= _URGENT_BYTES
+            and self._taken_messages < limits.window_messages + _URGENT_SLACK
         ):
             raise ProtocolError(
-                f"{self._taken_messages + 1} messages of {self._taken_bytes + incoming.cost} bytes in work; the window "
+                f"{self._taken_messages + 1} messages of {taken + cost} bytes in work; the window "
                 f"is {limits.window_messages} messages of {limits.window_bytes} bytes"
             )
         self._taken_messages += 1
-        self._taken_bytes += incoming.cost
+        self._taken_bytes = taken + cost
+        if self._owed_messages:
+            self._give_credit()
         if incoming.kind != _NOTIFY:
             if incoming.call_id in self._serving:
                 raise ProtocolError(f"call {incoming.call_id} twice")
@@ -524,9 +550,11 @@ class Conversation:
             # Answered in its turn: at once, a peer that reads nothing could make our queue grow without bound.
             incoming.unwanted = True
             incoming.payload = _EMPTY
-        elif incoming.stop is not None and (incoming.wants_stream or incoming.message.cancellable):
+        elif incoming.wants_stream or incoming.message.cancellable:
+            incoming.unwanted = True
             stop, incoming.stop = incoming.stop, None  # once: a second one would hit the handler's own cleaning up
-            stop()
+            if stop is not None:
+                stop()
 
     def _drained(self) -> None:
         self._serve_held()
@@ -545,8 +573,11 @@ class Conversation:
         n_bytes: int = 0,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:
-        done = self._wire.send(kind, call_id, header, views, n_bytes, handed_over)
-        if not self._flush_planned:
+        wire = self._wire
+        done = wire.send(kind, call_id, header, views, n_bytes, handed_over)
+        if wire.queued_bytes >= _EARLY_BYTES:
+            wire.flush()  # so that the peer begins with these while we make the next
+        elif not self._flush_planned:
             self._flush_planned = True
             self._loop.call_soon(self._planned_flush)
         return done

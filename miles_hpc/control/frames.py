@@ -206,13 +206,18 @@ def small_frame_bytes(header_bytes: int, payload_bytes: int) -> int:
 
 
 def byte_views(payload: Sequence[Buffer]) -> tuple[list[memoryview], int]:
-    """Flat byte views of the buffers (empty ones left out) and their total length; nothing is copied."""
+    """Flat byte views of the buffers (empty ones left out) and their total length; nothing is copied.
+
+    Raises TypeError for what isn't a buffer, or isn't contiguous.
+    """
     views = []
     total = 0
     for buffer in payload:
         view = memoryview(buffer)
         if view.nbytes == 0:
             continue
+        if not view.c_contiguous:
+            raise TypeError(f"a payload buffer of shape {view.shape} isn't contiguous; send a contiguous copy")
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
         views.append(view)

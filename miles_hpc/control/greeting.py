@@ -67,18 +67,23 @@ class Greeter:
         self._authenticated = authenticated
         self._half_open: dict[_Welcome, None] = {}  # in order of arrival; until their last message has left
         self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._closed = False
         self._port = carrier.listen(bind, self._arrived)
         self.address = self._port.address
         self._log = _RefusalLog(loop, self.address)
 
     def close(self) -> None:
         """Take no more connections and drop those in their handshake."""
+        self._closed = True
         self._port.close()
         for welcome in list(self._half_open):
             welcome.drop()
         self._log.close()
 
     def _arrived(self, wire: Wire) -> None:
+        if self._closed:  # it was on its way in the loop
+            wire.abandon()
+            return
         limit = MAX_HALF_OPEN
         if self._descriptors != resource.RLIM_INFINITY:
             limit = min(limit, max(1, self._descriptors // 4))

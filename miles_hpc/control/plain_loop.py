@@ -26,19 +26,24 @@ _READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _WRITE = select.EPOLLOUT
 _WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
+_MAX_CANCELLED = 100  # timers that are kept though they were cancelled, however few the others are
+_STUCK_S = 0.05  # without any event, before what was put off is called all the same
 _EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
 
 class _Timer:
-    __slots__ = ("args", "at", "callback")
+    __slots__ = ("args", "at", "callback", "loop")
 
-    def __init__(self, at: float, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, loop: PlainLoop, at: float, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.loop = loop
         self.at = at
-        self.callback: Callable[..., Any] | None = callback
+        self.callback: Callable[..., Any] | None = callback  # None once it has run or was cancelled
         self.args = args
 
     def cancel(self) -> None:
-        self.callback = None
+        if self.callback is not None:
+            self.callback, self.args = None, ()
+            self.loop._timer_cancelled()
 
 
 class PlainLoop:
@@ -54,11 +59,16 @@ class PlainLoop:
         self._writers: dict[int, Callable[..., Any]] = {}
         self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, _Timer]] = []
+        self._n_cancelled = 0  # of them
         self._pollers: dict[Callable[[], bool], float | None] = {}
         self._arms: dict[Callable[[], bool], Callable[[], bool]] = {}  # by the poller that needs it
         self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
+        self.depth = 0  # how many run_until lie within one another
+        self._put_off: deque[Callable[[bool], Any]] = deque()
+        self._put_off_depth = 0
         self._wake_fd = -1
+        self._wake_lock = threading.Lock()  # a descriptor that is being closed must not be written to
         self._thread = threading.get_ident()
         self.time = time.monotonic
 
@@ -69,11 +79,13 @@ class PlainLoop:
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> None:
         self._ready.append((callback, args))  # a deque's append is atomic
-        if self._wake_fd >= 0 and threading.get_ident() != self._thread:
-            os.eventfd_write(self._wake_fd, 1)
+        if threading.get_ident() != self._thread:
+            with self._wake_lock:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> _Timer:
-        timer = _Timer(self.time() + delay, callback, args)
+        timer = _Timer(self, self.time() + delay, callback, args)
         heapq.heappush(self._timers, (timer.at, next(self._numbers), timer))
         return timer
 
@@ -140,6 +152,18 @@ class PlainLoop:
         bounds = [bound for bound in self._pollers.values() if bound is not None]
         self._back_off = BackOff(min(bounds)) if bounds else None
 
+    def put_off(self, callback: Callable[[bool], Any], depth: int) -> None:
+        """Call it with False when at most `depth` run_until lie within one another. Before that with True, the newest
+        first, when nothing else has happened for a while: whoever waits may wait for it.
+        """
+        self._put_off.append(callback)
+        self._put_off_depth = depth
+
+    def resume(self) -> None:
+        """Call the oldest of what was put off if that may be; it calls `resume` when it's finished."""
+        if self._put_off and self.depth <= self._put_off_depth:
+            self._ready.appendleft((self._put_off.popleft(), (False,)))
+
     @property
     def busy(self) -> bool:
         """Whether a descriptor is watched, a source without one is polled, or a callback waits; timers don't count."""
@@ -166,23 +190,24 @@ class PlainLoop:
         readers, writers = self._readers, self._writers
         if self._pollers:
             self.hurry()
-        while True:
-            for _ in range(len(ready)):
-                if not ready:  # an inner run_until was quicker
-                    break
-                callback, args = ready.popleft()
-                try:
-                    callback(*args)
-                except Exception:
-                    _report(callback)
-            if timers and timers[0][0] <= time():
-                self._fire_timers()
-            worked = self._poll() if self._pollers else False
-            if done():
-                return True
-            timeout = 0.0
-            if not ready and not worked:
-                timeout = _LONGEST_WAIT_S
+        stuck_at = 0.0  # when what was put off is called all the same; 0 while something happens
+        self.depth += 1
+        try:
+            while True:
+                for _ in range(len(ready)):
+                    if not ready:  # an inner run_until was quicker
+                        break
+                    callback, args = ready.popleft()
+                    try:
+                        callback(*args)
+                    except Exception:
+                        _report(callback)
+                if timers and timers[0][0] <= time():
+                    self._fire_timers()
+                worked = self._poll() if self._pollers else False
+                if done():
+                    return True
+                timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
                 if end is not None or timers:
                     now = time()
                     if end is not None:
@@ -191,31 +216,49 @@ class PlainLoop:
                         timeout = min(timeout, end - now)
                     if timers:
                         timeout = min(timeout, max(0.0, timers[0][0] - now))
-            for fd, mask in self._look(timeout):
+                if self._put_off and not ready and not worked:
+                    stuck_at = stuck_at or time() + _STUCK_S
+                    timeout = min(timeout, _STUCK_S)
+                else:
+                    stuck_at = 0.0
                 try:
-                    if mask & _READ:
-                        callback = readers.get(fd, _nothing)
-                        callback()
-                    if mask & _WRITABLE:
-                        callback = writers.get(fd, _nothing)
-                        callback()
-                except Exception:
-                    _report(callback)
+                    events = self._look(timeout)
+                except ValueError:
+                    if self._epoll.closed:  # by a callback: nothing can happen any more
+                        return done()
+                    raise
+                if stuck_at and (events or ready or time() >= stuck_at):
+                    stuck_at = 0.0
+                    if not events and not ready:
+                        ready.append((self._put_off.pop(), (True,)))
+                for fd, mask in events:
+                    try:
+                        if mask & _READ:
+                            callback = readers.get(fd, _nothing)
+                            callback()
+                        if mask & _WRITABLE:
+                            callback = writers.get(fd, _nothing)
+                            callback()
+                    except Exception:
+                        _report(callback)
+        finally:
+            self.depth -= 1
+            if self._put_off:
+                self.resume()
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
-        if self.spin_s and timeout:
+        if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:
                 events = self._epoll.poll(0)
                 if events or self._ready or (self._pollers and self._poll()):
                     return events
+                os.sched_yield()  # the one that is to answer may wait for this very core
         if timeout and self._arms and not self._arm():
             return []
         if timeout and self._back_off is not None:
             timeout = min(timeout, self._back_off.pause_s())
-            if not timeout:
-                os.sched_yield()
-            elif timeout < _EPOLL_STEP_S:
+            if 0.0 < timeout < _EPOLL_STEP_S:
                 time.sleep(timeout)
                 timeout = 0.0
         if not timeout and not self._readers and not self._writers:
@@ -247,17 +290,29 @@ class PlainLoop:
         now = self.time()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
-            if timer.callback is not None:
-                try:
-                    timer.callback(*timer.args)
-                except Exception:
-                    _report(timer.callback)
+            callback, timer.callback = timer.callback, None
+            if callback is None:
+                self._n_cancelled -= 1
+                continue
+            try:
+                callback(*timer.args)
+            except Exception:
+                _report(callback)
+
+    def _timer_cancelled(self) -> None:
+        """Throw cancelled timers out when most are: they'd stay until their time, with all they hold."""
+        self._n_cancelled += 1
+        if self._n_cancelled > _MAX_CANCELLED and 2 * self._n_cancelled > len(self._timers):
+            self._timers[:] = [entry for entry in self._timers if entry[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._n_cancelled = 0
 
     def close(self) -> None:
         """Release the descriptors."""
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
         self._epoll.close()
 
 

@@ -1,7 +1,7 @@
 """Asking again and again, without burning a core: for sources of events that have no descriptor, such as MPI.
 
     progress() ── did something ─▶ ask again at once
-               └─ nothing ─▶ EAGER_LOOKS looks, the processor yielded after each ─▶ sleeps that double up to max_sleep_s
+               └─ nothing ─▶ looks ─▶ looks, the processor yielded after each ─▶ sleeps that grow up to max_sleep_s
 
 `polling_of(loop)` gives the same three methods on either loop: PlainLoop has them itself, for asyncio's loops they are
 built from call_soon and call_later, whose shortest sleep is 1 ms.
@@ -21,11 +21,13 @@ __all__ = ["EAGER_LOOKS", "AsyncPolling", "BackOff", "Polling", "polling_of"]
 #: Looks without success before the first sleep.
 EAGER_LOOKS = 100
 
+_UNYIELDING_LOOKS = 10  # the first of them: on a loaded machine, a yield can take milliseconds
 _FIRST_SLEEP_S = 20e-6
+_GROWTH = 1.25  # a sleep is at most a quarter of the wait so far: two ends can't keep each other asleep
 
 
 class BackOff:
-    """How long to sleep before the next look: nothing for a while, then twice as long each time, up to a bound."""
+    """How long to sleep before the next look: nothing for a while, then a bit longer each time, up to a bound."""
 
     __slots__ = ("_looks", "_next_s", "max_sleep_s")
 
@@ -39,12 +41,14 @@ class BackOff:
         self._next_s = _FIRST_SLEEP_S
 
     def pause_s(self) -> float:
-        """The next pause in seconds; 0.0 means: only yield."""
+        """The next pause in seconds; 0.0 while it's too early to sleep. Yields the processor itself."""
         if self._looks < EAGER_LOOKS:
             self._looks += 1
+            if self._looks > _UNYIELDING_LOOKS:
+                os.sched_yield()
             return 0.0
         pause = min(self._next_s, self.max_sleep_s)
-        self._next_s = 2 * pause
+        self._next_s = _GROWTH * pause
         return pause
 
 
@@ -108,7 +112,6 @@ class _Rounds:
                 if pause:
                     self._timer = self._loop.call_later(pause, self._round)
                 else:
-                    os.sched_yield()
                     self._loop.call_soon(self._round)
 
     def hurry(self) -> None:

@@ -22,7 +22,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -176,7 +176,7 @@ class RelayHandler:
         self._works: dict[tuple[str, int], dict[asyncio.Task[Done], bool]] = {}
         self._idle = asyncio.Event()
 
-    def __call__(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Union[Answer, Awaitable[Answer]]:  # noqa: UP007
+    def __call__(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Answer | Awaitable[Answer]:
         if isinstance(message, Relay):
             return self._relay(endpoint, message, payload)
         if isinstance(message, RelayProbe):
@@ -304,9 +304,14 @@ class RelayPoint:
         if self._closed:
             raise PeerLost("this process is leaving")
         if self._listening is None:
-            listen = listen_on(self._transport, self.handler, bind)
+            listen = listen_on(self._transport, self._relayed, bind)
             self._listening = asyncio.get_running_loop().create_task(listen)
         return (await asyncio.shield(self._listening)).addresses
+
+    def _relayed(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Answer | Awaitable[Answer]:
+        if not isinstance(message, Relay | RelayProbe):
+            raise ProtocolError(f"{type(message).__name__}: only commands that are passed on are taken here")
+        return self.handler(endpoint, message, payload)
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Pass on and answer what is under way, for so long, and hang up."""

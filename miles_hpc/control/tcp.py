@@ -8,7 +8,8 @@ Payloads aren't copied in Python: sent from the caller's buffers, received into 
 authenticated) size. Many small frames leave in one system call and arrive in one. A callback must not run the loop, or
 other wires would write over the shared input that is being parsed.
 
-A peer that was killed is noticed by the closed socket; a cut link isn't: heartbeats (roster.py) are for that.
+A peer that was killed is noticed by the closed socket at once. A cut link is what heartbeats (roster.py) are for; where
+there are none, dead_paths.py ends the connection later.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
+from miles_hpc.control.dead_paths import LOOK_S, UNANSWERED_S, keep_alive, unanswered_s
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     INLINE_BYTES,
@@ -89,7 +91,9 @@ class TcpWire(Wire):
         self._body = _EMPTY  # header, payload and MAC of it
         self._body_got = 0
         self._closing: TimerHandle | None = None
+        self._next_look: TimerHandle | None = None
         _no_delay(sock)
+        keep_alive(sock)
         loop.add_reader(self._fd, self._readable)
 
     # ------------------------------------------------------------------------------ sending
@@ -190,10 +194,23 @@ class TcpWire(Wire):
             self._writing = wants
             if wants:
                 self._loop.add_writer(self._fd, self._write)
+                if self._next_look is None:
+                    self._next_look = self._loop.call_later(LOOK_S, self._look)
             else:
                 self._loop.remove_writer(self._fd)
         if not wants and self._closing is not None:
             self._say_end()
+
+    def _look(self) -> None:
+        """Sending may be held up by a slow peer, which is fine, or because nobody is there any more."""
+        self._next_look = None
+        if not self._open or not self._writing:
+            return
+        silent_s = unanswered_s(self._sock)
+        if silent_s >= UNANSWERED_S:
+            self._fail(f"endpoint closed: the peer's host has acknowledged nothing for {silent_s:.0f} s")
+        else:
+            self._next_look = self._loop.call_later(LOOK_S, self._look)
 
     def _prepare(self) -> int:
         """Move the next piece of the backlog to the ready ones; returns its size."""
@@ -379,8 +396,9 @@ class TcpWire(Wire):
             return
         self._open = False
         self._reading = False
-        if self._closing is not None:
-            self._closing.cancel()
+        for timer in (self._closing, self._next_look):
+            if timer is not None:
+                timer.cancel()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()

@@ -1,6 +1,7 @@
 """The TCP connection beside each ucx wire: handshake, exchange of UCX addresses, and sign of life.
 
     socket ─▶ u16 length │ message ─▶ on_message(bytes)
+           ├─ a length above the limit ─▶ on_broken(reason), once; what follows is dropped
            └─ end of stream, reset ─▶ on_end(reason, answered), once; answered: the peer's host did it
 
 UCX would connect by itself, but its listeners (as ucxx and ucx-py open them) bind every IPv4 interface and no IPv6 one,
@@ -15,8 +16,8 @@ import struct
 from collections.abc import Callable
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
+from miles_hpc.control.dead_paths import keep_alive
 from miles_hpc.control.wire import Loop
-from miles_hpc.core.errors import AuthenticationError
 
 __all__ = ["MAX_LINE_BYTES", "Line"]
 
@@ -36,13 +37,15 @@ class Line:
         sock: socket.socket,
         on_message: Callable[[bytes], None],
         on_end: Callable[[str, bool], None],
+        on_broken: Callable[[str], None],
     ) -> None:
-        """`on_message` may raise AuthenticationError: what else has arrived is dropped, and `on_end` isn't called."""
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
         self._on_message = on_message
         self._on_end = on_end
+        self._on_broken = on_broken
+        self._dropping = False
         self._limit = MAX_HANDSHAKE_BYTES
         self._in = b""
         self._out = b""
@@ -52,6 +55,7 @@ class Line:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             pass  # the peer is gone already; reading will tell
+        keep_alive(sock)  # idle nearly always, so that probes alone find a host that has gone
         loop.add_reader(self._fd, self._readable)
 
     def believe(self) -> None:
@@ -107,12 +111,16 @@ class Line:
         if not data:
             self._ended("the peer's socket is gone", answered=True)
             return
+        if self._dropping:
+            return
         data = self._in + data
         start = 0
         while self._open and len(data) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(data, start)
             if length > self._limit:
-                raise AuthenticationError(f"message of {length} bytes, limit {self._limit}")
+                self._in, self._dropping = b"", True
+                self._on_broken(f"message of {length} bytes, limit {self._limit}")
+                return
             begin = start + _LENGTH.size
             if len(data) - begin < length:
                 break

@@ -358,7 +358,7 @@ class UcxWire(Wire):
         super().__init__(remote)
         self._worker = worker
         self._loop = worker.loop
-        self._line = Line(worker.loop, sock, self._line_message, self._line_ended)
+        self._line = Line(worker.loop, sock, self._line_message, self._line_ended, self._violated)
         self._open = True
         self._reading = True  # whether what arrives is of interest
         self._sealer: Sealer | None = None
@@ -419,7 +419,7 @@ class UcxWire(Wire):
                     self._n_announced = number
                 else:
                     raise ProtocolError(f"unexpected {kind!r} beside the frames")
-        except (ProtocolError, AuthenticationError, msgspec.MsgspecError, struct.error) as error:
+        except (ProtocolError, AuthenticationError, msgspec.MsgspecError, struct.error, RecursionError) as error:
             self._violated(str(error))
 
     def _told_where(self, data: bytes) -> None:

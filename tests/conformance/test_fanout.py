@@ -56,6 +56,20 @@ def test_delivery(kind: str, n_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["loopback", "tcp", "ucx"])
+@pytest.mark.parametrize(("n", "sent"), [(1, 1), (2, 2), (7, 3), (64, 3)])
+def test_sizes(kind: str, n: int, sent: int) -> None:
+    needs(kind)
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT_S), fleet(n, kind=kind, arity=3) as some:
+            result = await some.root.call(Heartbeat(), some.targets, deadline_s=WAIT_S)
+            assert (result.errors, len(result.replies), result.sent) == ({}, n, sent)
+            assert all(len(peer.ran) == 1 for peer in some.peers)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["loopback", "tcp", "ucx"])
 def test_losses(kind: str) -> None:
     needs(kind)
 

@@ -13,7 +13,7 @@ from miles_hpc.core.errors import DeadlineExpired, FencedError, PeerLost, Remote
 from miles_hpc.core.messages import Ack, ChildEvent, DescribeWeights, EndSession, Heartbeat, Message, Shutdown
 from miles_hpc.core.transport import Endpoint
 from miles_hpc.core.types import WeightVersion
-from tests.conformance.transport_kinds import WAIT_S, NotInTheVocabulary, echo, make, pair, run
+from tests.conformance.transport_kinds import CANCELLABLE, WAIT_S, NotInTheVocabulary, echo, make, pair, run, until
 
 
 def test_identities_are_exchanged(kind: str) -> None:
@@ -309,6 +309,119 @@ def test_on_close_runs_once_per_accepted_endpoint(kind: str) -> None:
                     await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         assert sorted(closed) == ["dialer", "other"]
+
+    run(main)
+
+
+def test_who_accepted_an_endpoint_hears_of_its_end_although_it_ended_meanwhile(kind: str) -> None:
+    """Else a member would stay in the owner's books for ever."""
+    events: list[str] = []
+
+    async def on_connect(endpoint: Endpoint) -> None:
+        events.append("accepting")
+        await endpoint.closed.wait()
+        events.append("accepted")
+
+    async def on_close(endpoint: Endpoint) -> None:
+        events.append("closed")
+
+    async def main() -> None:
+        listener = await make(kind, "listener").listen(echo, on_connect=on_connect, on_close=on_close)
+        with pytest.raises(DeadlineExpired):
+            await make(kind, "dialer").connect(listener.address, deadline_s=1.0)
+        await until(lambda: len(events) == 3)
+        assert events == ["accepting", "accepted", "closed"]
+        await listener.close()
+
+    run(main)
+
+
+def test_a_notify_to_a_dead_peer_raises(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, accepted, _):
+            await accepted.close("enough")
+            await asyncio.wait_for(dialer.closed.wait(), WAIT_S)
+            for payload in ([], [bytes(1 << 20)]):
+                with pytest.raises(
+                    PeerLost, match=r"listener \(trainer on host, pid \d+\): closed by the peer: enough"
+                ):
+                    await dialer.notify(Heartbeat(), payload=payload)
+            with pytest.raises(PeerLost):
+                async with dialer.stream(Heartbeat(), deadline_s=WAIT_S):
+                    raise AssertionError("a stream")
+
+    run(main)
+
+
+def test_what_was_sent_before_the_close_arrives(kind: str) -> None:
+    seen: list[int] = []
+
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        seen.append(len(payload))
+
+    async def main() -> None:
+        for _ in range(5):
+            seen.clear()
+            async with pair(kind, handler) as (dialer, accepted, _):
+                sizes = [0, 100, 300_000, 5, 2 << 20, 7] * 3
+                for size in sizes:
+                    await dialer.notify(Heartbeat(), payload=[bytes(size)])
+                await dialer.close("all told")
+                await asyncio.wait_for(accepted.closed.wait(), WAIT_S)
+                assert accepted.close_reason == "closed by the peer: all told"
+                assert seen == sizes
+
+    run(main)
+
+
+def test_a_deadline_of_nothing_expires(kind: str) -> None:
+    async def never(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
+        await asyncio.sleep(600)
+
+    async def main() -> None:
+        async with pair(kind, never) as (dialer, _, _):
+            for deadline_s in (0.0, -1.0):
+                with pytest.raises(DeadlineExpired):
+                    await dialer.call(CANCELLABLE, deadline_s=deadline_s)
+
+    run(main)
+
+
+@pytest.mark.parametrize("answer", [5, "text", [Ack()], (5, []), (Ack(), [5])])
+def test_a_handler_that_answers_nonsense_fails_its_caller_only(kind: str, answer: Any) -> None:
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Any:
+        return answer if isinstance(message, Heartbeat) else message
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            with pytest.raises(RemoteError, match="TypeError"):
+                await dialer.call(Heartbeat(), deadline_s=WAIT_S)
+            assert (await dialer.call(Shutdown(reason="x"), deadline_s=WAIT_S)).message == Shutdown(reason="x")
+
+    run(main)
+
+
+def test_an_answer_outside_the_vocabulary_ends_the_endpoint_and_no_call_hangs(kind: str) -> None:
+    async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Message:
+        return NotInTheVocabulary()
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, accepted, _):
+            calls = [dialer.call(Heartbeat(), deadline_s=WAIT_S) for _ in range(3)]
+            results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT_S / 2)
+            assert all(isinstance(result, PeerLost) and "NotInTheVocabulary" in str(result) for result in results)
+            await asyncio.wait_for(accepted.closed.wait(), WAIT_S)
+
+    run(main)
+
+
+def test_buffers_that_cannot_be_sent_are_refused_at_once(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as (dialer, _, _):
+            for size in (100, 200_000):
+                with pytest.raises(TypeError, match="isn't contiguous"):
+                    await dialer.call(Heartbeat(), payload=[memoryview(bytes(size))[::2]], deadline_s=WAIT_S)
+            assert (await dialer.call(Heartbeat(), deadline_s=WAIT_S)).message == Heartbeat()
 
     run(main)
 

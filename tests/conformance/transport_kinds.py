@@ -19,7 +19,7 @@ from typing import Any
 from miles_hpc.control.auth import new_secret
 from miles_hpc.control.frames import Limits
 from miles_hpc.control.opening import open_blocking_transport, open_transport
-from miles_hpc.core.messages import Message
+from miles_hpc.core.messages import EndSession, Generate, Message
 from miles_hpc.core.transport import (
     BlockingEndpoint,
     BlockingListener,
@@ -31,12 +31,22 @@ from miles_hpc.core.transport import (
     PeerIdentity,
     Transport,
 )
+from miles_hpc.core.types import SamplingParams
 from miles_hpc.core.version import PROTOCOL_VERSION
 
 SECRET = new_secret()
 #: A bound against hanging, not an expectation.
 WAIT_S = 60.0
 _STEP_S = 0.02
+
+
+#: A message whose handler may be stopped when its caller gives up.
+CANCELLABLE = Generate(request_id="", session_id="", n_input=0, sampling=SamplingParams(max_new_tokens=1))
+
+
+def numbered(n: int) -> EndSession:
+    """A message that carries a number."""
+    return EndSession(session_id=str(n))
 
 
 class NotInTheVocabulary(Message, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ from miles_hpc.control.opening import open_transport
 from miles_hpc.control.relay import CommandMemory, RelayHandler
 from miles_hpc.core.errors import PeerLost
 from miles_hpc.core.messages import Ack, ChildEvent, EndSession, Message, Relay, RelayTarget
-from miles_hpc.core.transport import Buffer, Credentials, Endpoint, Listener, PeerIdentity, Transport
+from miles_hpc.core.transport import Buffer, Credentials, Endpoint, Handler, Listener, PeerIdentity, Transport
 
-__all__ = ["SECRET", "Fleet", "Peer", "credentials", "fleet"]
+__all__ = ["FATES", "SECRET", "Fleet", "Peer", "credentials", "fleet"]
 
 SECRET = new_secret()
 
@@ -48,13 +48,14 @@ class Peer:
         self.cancelled = 0
         self.links = Links(transport, **links)
         self.relay = RelayHandler(self._handle, self.links, name=name, memory=CommandMemory(ids=64))
+        self.receive: Handler = self._received
         self.behave: Callable[[Peer, Message, memoryview], Any] | None = None
         self.listener: Listener
         self._transport = transport
         self._killing: asyncio.Task[None] | None = None
 
     async def listen(self) -> None:
-        self.listener = await self._transport.listen(self._received)
+        self.listener = await self._transport.listen(lambda *received: self.receive(*received))
 
     @property
     def target(self) -> RelayTarget:

@@ -19,6 +19,7 @@ import pytest
 from checkpoints.publish import publish_bytes
 from miles_hpc.control.auth import load_secret, new_secret
 from miles_hpc.control.membership import ServiceAddress, publish_service
+from miles_hpc.control.multihomed import connect_any, split_addresses
 from miles_hpc.control.opening import open_transport
 from miles_hpc.control.terms import claim_term
 from miles_hpc.core import exits, toml
@@ -182,7 +183,8 @@ async def pull(controller: Controller, staged: Any) -> dict[str, bytes]:
             got[piece.name] = bytes(data[offset : offset + piece.n_bytes])
             offset += piece.n_bytes
 
-    endpoint = await open_transport("tcp", controller.credentials("engine")).connect(staged.source, deadline_s=10)
+    transport = open_transport("tcp", controller.credentials("engine"))
+    endpoint = await connect_any(transport, split_addresses(staged.source), deadline_s=10)
     await fetch(endpoint.call, staged.version, staged.plan_digest, take, deadline=Deadline(60, "fetch"))
     await endpoint.close()
     return got

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,10 +17,10 @@ import pytest
 
 from checkpoints.journal import BatchFormed, GroupOwned, read_journals
 from miles_hpc.core.telemetry import read_events
-from tests.slurm.conftest import until
+from tests.slurm.conftest import fresh_box, until
 from tests.slurm.test_run import SMALL
 from tools.kill_test import rl_step
-from tools.slurm_box import Box
+from tools.slurm_box import Box, BoxSpec
 
 
 @pytest.fixture
@@ -37,10 +38,10 @@ def cli(box: Box, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def lend(box: Box, run_dir: Path, *, name: str) -> int:
+def lend(box: Box, run_dir: Path, *, name: str, node: str = "rollout2") -> int:
     """A job of its own that joins the run as a rollout host; returns its id."""
     join = f"{sys.executable} -P -m miles_hpc.cli.main join {run_dir} --role rollout --wait 120"
-    words = ["--parsable", "--partition=rollout", "--nodelist=rollout2", "--time=10", f"--job-name={name}"]
+    words = ["--parsable", "--partition=rollout", f"--nodelist={node}", "--time=10", f"--job-name={name}"]
     words += [f"--output={run_dir.parent}/{name}.log", f"--wrap=srun --ntasks=1 {join}"]
     return int(box.run("sbatch", *words).strip())
 
@@ -125,4 +126,42 @@ def test_hosts_of_a_second_job_join_produce_leave_and_follow_the_run(clean_box: 
     }
     trained = {g for j in journals.values() for r in j.records() if isinstance(r, BatchFormed) for g in r.group_ids}
     assert {where[g] for g in trained if "-j" in where[g]} == {f"rollout2-j{first}", f"rollout2-j{second}"}
-    assert verdicts(run_dir, "restart") == []
+    assert [e for e in verdicts(run_dir, "restart") if any("-j" in h for h in e["hosts"])] == []
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.netns
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")
+def test_a_lent_host_that_was_cut_off_ends_its_engines_and_joins_again(run_dir: Path) -> None:
+    """Another host for real: its own network namespace, addresses found through its routes, a cable to pull."""
+    with fresh_box(
+        BoxSpec.parse("trainer:1,rollout:2,sandbox:1", netns=True, cluster="lent", node_timeout_s=60)
+    ) as box:
+        sets = [*SMALL, "groups.rollout.nodes=1", "groups.trainer.nodes=1", "rollout.n_steps=2000", "job.time=00:10:00"]
+        words = [w for s in sets for w in ("--set", s)]
+        cli(box, "submit", "demo", "--site", "slurm_box", "--run-dir", str(run_dir), *words)
+        until(lambda: len(set(owned_by(run_dir))) == 1, "groups of the run's own host", 180)
+        node = "rollout2" if "rollout1" in owned_by(run_dir) else "rollout1"
+        host = f"{node}-j{lend(box, run_dir, name='lent', node=node)}"
+        until(lambda: owned_by(run_dir)[host] >= 4, f"groups of {host}: {logs(run_dir)}", 120)
+
+        box.cut(node)
+        until(lambda: [e for e in verdicts(run_dir, "left") if e["peer"] == host], f"{host} to be declared lost", 60)
+        (lost,) = [e for e in verdicts(run_dir, "lost") if e["peer"] == f"rollout-{host}"]
+        assert "no heartbeat for" in lost["evidence"]
+        starts = run_dir / "attempts" / "0001" / "joined" / f"rollout-{host}"
+        until(lambda: (starts / "0002").exists(), "the lease of the lent host to end, and its next try", 60)
+        before = owned_by(run_dir)[host]
+        box.restore(node)
+        until(lambda: owned_by(run_dir)[host] >= before + 4, f"groups after its return: {logs(run_dir)}", 120)
+
+        cli(box, "cancel", str(run_dir))
+        until(lambda: (run_dir / "attempts" / "0001" / "outcome.json").exists(), "the cancelled job to go", 90)
+    assert [e for e in verdicts(run_dir, "restart") if any("-j" in h for h in e["hosts"])] == []
+    audit = subprocess.run(
+        [sys.executable, "-P", "-m", "tools.audit_run", str(run_dir), "--json"], capture_output=True, check=False
+    )
+    result = json.loads(audit.stdout)
+    assert (audit.returncode, result["lost"], result["twice"], result["conflicts"]) == (0, [], [], []), result

@@ -92,6 +92,45 @@ def test_missing_secret_and_folder_are_user_errors(tmp_path: Path) -> None:
         load_secret(tmp_path / "none")
     with pytest.raises(UserError, match="not a regular file"):
         load_secret(tmp_path)
+    with pytest.raises(UserError, match="not a regular file"):
+        load_secret(Path("/dev/zero"))
+
+
+def test_a_pipe_in_place_of_the_secret_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret.key", 0o600)
+    with pytest.raises(UserError, match="not a regular file"):
+        load_secret(tmp_path / "secret.key")
+
+
+def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path) -> None:
+    secret, link = new_secret(), tmp_path / "link"
+    target = tmp_path / "secret.key"
+    target.write_bytes(secret)
+    target.chmod(0o600)
+    link.symlink_to(target)
+    assert load_secret(link) == secret
+    target.chmod(0o644)
+    with pytest.raises(UserError, match="mode 0644 lets others in"):
+        load_secret(link)
+    target.chmod(0o600)
+    if os.getuid() == 0:  # only root can give a file away
+        os.chown(target, 12345, -1)
+        with pytest.raises(UserError, match="owned by uid 12345"):
+            load_secret(link)
+    target.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        load_secret(link)
+
+
+def test_the_error_does_not_show_a_damaged_secret(tmp_path: Path) -> None:
+    secret = new_secret()
+    path = tmp_path / "secret.key"
+    for damaged in (secret.hex()[:-1], secret.hex() + "\n\n", secret.hex().upper(), secret.hex() + "00"):
+        path.write_text(damaged)
+        path.chmod(0o600)
+        with pytest.raises(UserError) as seen:
+            load_secret(path)
+        assert secret.hex()[:16] not in str(seen.value).lower()
 
 
 # ------------------------------------------------------------------------------------- the handshake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -203,10 +204,18 @@ def test_views_are_flat_and_not_copied() -> None:
     assert bytes(views[0]) == b"Abcdefgh"
 
 
+def test_views_of_any_shape_that_is_contiguous() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    views, n = byte_views([array.data, array[1].data, array[:, :, :0].data])
+    assert n == 96 + 48
+    assert b"".join(views) == array.tobytes() + array[1].tobytes()
+    for wrong in (array[:, 1].data, array.transpose().data, memoryview(b"abcdef")[::2]):
+        with pytest.raises(TypeError, match="isn't contiguous"):
+            byte_views([b"first", wrong])
+
+
 @given(st.integers(0, 500), st.integers(0, 500))
 def test_payloads_are_aligned(header_bytes: int, rest_bytes: int) -> None:
-    import numpy as np
-
     assume(rest_bytes)
     view = aligned_buffer(header_bytes, rest_bytes)
     assert len(view) == header_bytes + rest_bytes

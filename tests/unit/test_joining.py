@@ -49,12 +49,16 @@ class Controller:
     term: int
     attempt: int
     members: Members
+    claimed_at: float
     up_since: float | None = None
     down_at: float | None = None
     fenced_by: list[PeerIdentity] = field(default_factory=list)
 
-    def up(self, at: float) -> bool:
-        return self.up_since is not None and self.up_since <= at and (self.down_at is None or at < self.down_at)
+    def up(self, at: float, *, stay_s: float = 0.0) -> bool:
+        """Whether it listened then; with `stay_s`, whether it stayed up so long in all."""
+        if self.up_since is None or at < self.up_since:
+            return False
+        return self.down_at is None or (at < self.down_at and self.down_at - self.up_since >= stay_s)
 
 
 class App(AgentApp):
@@ -111,7 +115,7 @@ class World:
         term = claim_term(self.paths, attempt)
         who = PeerIdentity(role="controller", name="controller", host="h", pid=1, attempt=attempt, term=term)
         run = msgspec.structs.replace(make_run(), control=CONTROL)
-        controller = Controller(term, attempt, None)  # type: ignore[arg-type]
+        controller = Controller(term, attempt, None, self.now)  # type: ignore[arg-type]
 
         async def on_message(peer: PeerIdentity, message: Message) -> HandlerResult:
             return Ack()
@@ -179,9 +183,9 @@ class World:
         ticks = [begin + 0.25 * i for i in range(int((end - begin) / 0.25) + 1)]
         longest = last = 0.0
         for tick in ticks:
-            claimed = [c for c in own if c.up_since is None or c.up_since <= tick]
+            claimed = [c for c in own if c.claimed_at <= tick]
             newest = max(claimed, key=lambda c: c.term, default=None)
-            last = 0.0 if newest is not None and newest.up(tick) else last + 0.25
+            last = 0.0 if newest is not None and newest.up(tick, stay_s=1.0) else last + 0.25
             longest = max(longest, last)
         return longest
 
@@ -263,6 +267,7 @@ def play(schedule: list[tuple[float, str]]) -> World:
 @example([(0.0, "publish"), (0.0, "kill"), (0.0, "agent"), (45.0, "publish")])  # a file whose listener died
 @example([(0.0, "publish"), (0.0, "agent"), (4.0, "claim"), (0.7, "tear"), (0.7, "publish")])  # half a file first
 @example([(0.0, "publish"), (0.0, "agent"), (4.0, "claim"), (0.0, "copy"), (4.0, "publish"), (0.0, "kill")])
+@example([(0.0, "agent"), (0.0, "publish"), (0.0, "kill")])  # gone while the agent's connection is on its way
 @example([(0.0, "publish"), (0.0, "agent"), (0.7, "attempt"), (0.0, "publish"), (0.0, "agent")])
 def test_whatever_the_order_everybody_ends_up_with_the_newest(schedule: list[tuple[float, str]]) -> None:
     play(schedule)

@@ -10,14 +10,17 @@ import pytest
 
 from miles_hpc.control.agent import Agent, AgentApp, AgentIdentity
 from miles_hpc.control.auth import new_secret
+from miles_hpc.control.opening import open_transport
 from miles_hpc.control.terms import claim_attempt, claim_term
 from miles_hpc.controller.members import DIRECT_UP_TO, Members
 from miles_hpc.core.config import ControlConfig
 from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import RemoteError
 from miles_hpc.core.messages import AbortGroups, Ack, Message
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+from tests.fakes.fleet import credentials
 from tests.unit.runs import make_run, make_site
 
 SECRET = new_secret()
@@ -99,6 +102,13 @@ def test_agents_pass_on_what_the_controller_tells_them(n: int, tmp_path: Path) -
         assert list(some.replies) == ["rollout-n01"]
         nobody = await members.tell(message, ["rollout-n77"], deadline_s=WAIT_S)
         assert list(nobody.errors) == ["rollout-n77"]
+
+        if many:  # where agents listen for each other, nobody else is served
+            transport = open_transport("tcp", credentials("somebody", secret=SECRET))
+            endpoint = await transport.connect(members._relays["rollout-n01"][1][0], deadline_s=WAIT_S)
+            with pytest.raises(RemoteError, match="AbortGroups: only commands that are passed on"):
+                await endpoint.call(message, deadline_s=WAIT_S)
+            await endpoint.close()
 
         tasks[0].cancel()  # an agent that is gone: its branch hears of the end all the same
         await asyncio.gather(tasks[0], return_exceptions=True)

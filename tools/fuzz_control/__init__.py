@@ -1,0 +1,1 @@
+"""A fuzzer for the control layer: `python -m tools.fuzz_control`."""
