@@ -27,8 +27,6 @@ _keep, _let_go = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
 _keep.argtypes = _let_go.argtypes = [ctypes.py_object]
 _keep.restype = _let_go.restype = None
 
-#: By default UCX waits inside connect(2) for a host that doesn't answer, and everything of this process with it.
-_SETTINGS = {"TCP_CONN_NB": "y"}
 _ARRIVALS = 256  # taken per call of progress, so that a flood leaves room for other wires
 
 
@@ -236,7 +234,7 @@ class UcxxApi(UcxApi):
         self.tag = Tag
         self._module = module
         self._any, self._no_mask = Tag(0), TagMask(0)
-        self._context = module.UCXContext(_SETTINGS, feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
+        self._context = module.UCXContext({}, feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
         self._worker = module.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         for lasting in (self._context, self._worker):  # the interpreter's end would destroy them
@@ -261,7 +259,8 @@ class UcxxApi(UcxApi):
         module = self._module
         try:
             where = module.UCXAddress.create_from_buffer(bytearray(address))
-            endpoint = module.UCXEndpoint.create_from_worker_address(self._worker, where, False)
+            # With error handling: without it a dead peer's endpoint never ends, and closing one may wait for ever.
+            endpoint = module.UCXEndpoint.create_from_worker_address(self._worker, where, True)
         except Exception as error:
             raise ConnectionError(str(error)) from error
         return _UcxxPath(self, endpoint, failed)
