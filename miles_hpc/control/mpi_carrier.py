@@ -190,7 +190,7 @@ class MpiCarrier(Carrier):
             self.world.active.discard(self)
 
     def progress(self) -> bool:
-        if self._progressing:  # a callback that runs the loop
+        if self._progressing or self.world.left:  # _progressing: in a callback that runs the loop
             return False
         self._progressing = True
         try:
