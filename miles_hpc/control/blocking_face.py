@@ -8,8 +8,8 @@ A handler may itself call; what else arrives meanwhile is served inside that wai
 the outer one returns after the inner one. Beyond _NESTED of them an endpoint that has handlers at work begins further
 ones when waits have ended, or when nothing happens any more; beyond _MOST_NESTED they fail before the stack is used up.
 
-A handler that has begun isn't stopped when its caller gives up, since it runs in place. What hasn't begun is, if its message
-is `cancellable`, and so is a stream, between two items.
+A handler that has begun isn't stopped when its caller gives up, since it runs in place. What hasn't begun is, if its
+message is `cancellable`, and so is a stream, between two items.
 """
 
 from __future__ import annotations

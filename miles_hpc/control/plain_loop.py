@@ -191,6 +191,7 @@ class PlainLoop:
                         callback(*args)
                     except Exception:
                         _report(callback)
+                callback, args = _nothing, ()  # or the last one would live through the sleep, with a payload perhaps
                 if timers and timers[0][0] <= time():
                     self._fire_timers()
                 worked = self._poll() if self._pollers else False
