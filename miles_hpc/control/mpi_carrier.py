@@ -1,7 +1,7 @@
 """The carrier over one MPI world that spans all het groups, for sites that want MPI as the only transport.
 
-    looks ─▶ posted receives of our lane ─▶ CONNECT ─▶ port ─▶ accepted(wire), ACCEPT back
-          │                             └─▶ DATA, END ─▶ the wire of that number
+    looks ─▶ messages on our lane ─▶ CONNECT ─▶ port ─▶ accepted(wire), ACCEPT back
+          │                       └─▶ DATA, END ─▶ the wire of that number
           ├─▶ pieces of large frames ─▶ their wires
           └─▶ sends that have gone   ─▶ their wires go on
 
@@ -9,9 +9,13 @@ Addresses look like mpi://3 or mpi://3.1024: a rank, and the port there when it 
 process's first transport. So ranks may call each other without a rendezvous: a connection to a port that isn't open yet
 waits for it.
 
-**Nothing here waits inside MPI.** All is Isend, posted receives and Test, so deadlines fire whatever the peer does.
-MPI has no descriptor to sleep on: the loop looks (polling.py), eagerly for a while after each event and each call, then
-with sleeps that double up to `max_sleep_s`. README.md says what that costs.
+**Nothing here waits inside MPI.** All is Isend, Iprobe, Irecv and Test, so deadlines fire whatever the peer does. MPI
+has no descriptor to sleep on: the loop looks (polling.py), eagerly for a while after each event and each call, then
+with sleeps that grow up to `max_sleep_s`. README.md says what that costs.
+
+**No receive from MPI_ANY_SOURCE:** messages are probed for and then received from their sender. With MPICH 5.0.2
+(ch4:ucx) and ranks on several nodes, posted receives from any source stay incomplete for ever although their message
+has been copied to the buffer: a program of 30 lines shows it at once, with thread level single as well.
 
 **Loss.** A dead rank isn't noticed here: MPI says nothing, and what is sent to it stays for ever. `on_lost` comes from
 an orderly end only: a connection that was closed, a process that ended by itself or by an exception. Everything else is
@@ -29,11 +33,11 @@ import struct
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+from miles_hpc.control.mpi_pieces import last_line
 from miles_hpc.control.mpi_wire import ENVELOPE, ENVELOPE_BYTES, MAGIC, Kind, MpiWire
-from miles_hpc.control.mpi_world import LANES, MpiWorld, enter_world
+from miles_hpc.control.mpi_world import LANES, enter_world
 from miles_hpc.control.polling import polling_of
 from miles_hpc.control.wire import Carrier, Loop, Port, Wire
 from miles_hpc.core.errors import PeerLost, UserError
@@ -45,11 +49,11 @@ logger = logging.getLogger(__name__)
 #: Longest sleep between two looks.
 MAX_SLEEP_S = 0.002
 
-_SLOTS = 8  # receives posted for a lane
 _TURN_MESSAGES = 64  # taken per look, so that timers and other callbacks have their turn
 _MAX_PARKED = 1024  # connections that wait for a port; beyond that the oldest is dropped
 _DIALER = struct.Struct("<IQ")  # lane, number
 _NUMBER = struct.Struct("<Q")
+_NOT_OURS = "a message of %d bytes from rank %d isn't ours: who else uses COMM_WORLD?"
 
 
 class _Dial:
@@ -111,12 +115,11 @@ class MpiCarrier(Carrier):
         self._parked: OrderedDict[tuple[int, int, int], int] = OrderedDict()  # rank, lane, number of a dialer -> port
         self._loose: deque[Any] = deque()  # requests of envelopes that belong to no wire
         self._status = world.MPI.Status()
-        self._slots = _post_slots(world, self._lane)
+        self._room = bytearray(ENVELOPE_BYTES)
+        self._late: dict[int, deque[tuple[Any, bytearray, int]]] = {}  # by rank: messages that take their time
         self._progressing = False
-        world.keep_lane(self._lane, partial(_release, world, self._lane, self._slots))
         # Also when nobody closes it: an asyncio transport is just dropped.
-        self._release = weakref.finalize(self, _release, world, self._lane, self._slots)
-        self._release.atexit = False  # the world does it, in time
+        self._free_lane = weakref.finalize(self, world.free_lane, self._lane)
 
     # ------------------------------------------------------------------------------ connections
 
@@ -196,34 +199,56 @@ class MpiCarrier(Carrier):
                 worked = wire.take_pieces() or worked
             for wire in tuple(self.sending):
                 worked = wire.advance() or worked
-            while self._loose and self._loose[0].Test():
+            while self._loose and self.world.is_over(self._loose[0]):
                 self._loose.popleft()
                 self._rest_if_idle()
             return worked
+        except self.world.MPI.Exception as error:  # not of one transfer: MPI itself is of no use any more
+            logger.error("MPI: %s", error)
+            for entry in list(self._entries.values()):
+                if isinstance(entry, MpiWire):
+                    entry.break_off(error)
+            self._polling.remove_poller(self.progress)
+            return False
         finally:
             self._progressing = False
 
     def _receive(self) -> bool:
-        status, slots = self._status, self._slots
+        """Take what has come to our lane. What isn't here at once (a rendezvous) holds up its sender's later ones."""
+        world, status, late = self.world, self._status, self._late
+        tag = world.lane_tag(self._lane)
         taken = 0
-        while taken < _TURN_MESSAGES and slots:
-            request, buffer = slots[0]
-            try:
-                if not request.Test(status):
-                    break
-                n_bytes = status.Get_count(self.world.MPI.BYTE)
-            except self.world.MPI.Exception as error:
-                logger.warning("a message of rank %d isn't ours: %s", status.Get_source(), error)
-                n_bytes = 0
+        while taken < _TURN_MESSAGES and world.comm.Iprobe(world.MPI.ANY_SOURCE, tag, status):
+            rank, n_bytes = status.Get_source(), status.Get_count(world.MPI.BYTE)
             taken += 1
-            slots.popleft()
-            try:
-                if n_bytes:
-                    self._arrived(status.Get_source(), memoryview(buffer)[:n_bytes])
-            finally:
-                request.Start()
-                slots.append((request, buffer))
+            if n_bytes > ENVELOPE_BYTES:
+                logger.warning(_NOT_OURS, n_bytes, rank)
+                world.discard(rank, tag)
+                continue
+            room = self._room
+            request = world.comm.Irecv([room, n_bytes, world.MPI.BYTE], rank, tag)
+            if rank in late or not self._deliver(rank, request, room, n_bytes):
+                late.setdefault(rank, deque()).append((request, room, n_bytes))
+                self._room = bytearray(ENVELOPE_BYTES)
+        for rank in list(late):
+            waiting = late[rank]
+            while waiting and self._deliver(rank, *waiting[0]):
+                waiting.popleft()
+                taken += 1
+            if not waiting:
+                del late[rank]
         return taken > 0
+
+    def _deliver(self, rank: int, request: Any, room: bytearray, n_bytes: int) -> bool:
+        """Act on a message if it's here; whether it's off our hands."""
+        try:
+            if not request.Test():
+                return False
+        except self.world.MPI.Exception as error:
+            logger.warning("a message of rank %d is lost: %s", rank, last_line(error))
+        else:
+            self._arrived(rank, memoryview(room)[:n_bytes])
+        return True
 
     # ------------------------------------------------------------------------------ envelopes
 
@@ -231,7 +256,7 @@ class MpiCarrier(Carrier):
         size = ENVELOPE.size
         magic, kind, number = ENVELOPE.unpack_from(data) if len(data) >= size else (b"", 0, 0)
         if magic != MAGIC:
-            logger.warning("a message of %d bytes from rank %d isn't ours: other users of COMM_WORLD?", len(data), rank)
+            logger.warning(_NOT_OURS, len(data), rank)
             return
         rest = data[size:]
         entry = self._entries.get(number)
@@ -280,8 +305,12 @@ class MpiCarrier(Carrier):
 
     def _send_loose(self, rank: int, lane: int, kind: Kind, number: int, rest: bytes) -> None:
         data = ENVELOPE.pack(MAGIC, kind, number) + rest
-        request = self.world.comm.Isend([data, self.world.MPI.BYTE], rank, self.world.lane_tag(lane))
-        if not request.Test():
+        try:
+            request = self.world.comm.Isend([data, self.world.MPI.BYTE], rank, self.world.lane_tag(lane))
+        except self.world.MPI.Exception as error:  # what waits for an answer expires
+            logger.warning("can't send to rank %d: %s", rank, last_line(error))
+            return
+        if not self.world.is_over(request):
             self._loose.append(request)
 
     # ------------------------------------------------------------------------------ the end
@@ -306,37 +335,18 @@ class MpiCarrier(Carrier):
     def close(self) -> None:
         self.abandon_all()
         self.progress()
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             if isinstance(entry, MpiWire):
                 entry.orphan()
-        self.world.orphans.extend((request, None) for request in self._loose)
+        for request in self._loose:
+            self.world.keep(request)
+        for request, room, _ in (message for late in self._late.values() for message in late):
+            self.world.keep(request, room)
         self._entries.clear()
         self._loose.clear()
+        self._late.clear()
         self._rest_if_idle()
-        self._release()
-
-
-def _post_slots(world: MpiWorld, lane: int) -> deque[tuple[Any, bytearray]]:
-    """Persistent receives for all that comes to a lane, matched in the order in which they are started."""
-    slots: deque[tuple[Any, bytearray]] = deque()
-    for _ in range(_SLOTS):
-        buffer = bytearray(ENVELOPE_BYTES)
-        request = world.comm.Recv_init([buffer, world.MPI.BYTE], world.MPI.ANY_SOURCE, world.lane_tag(lane))
-        request.Start()
-        slots.append((request, buffer))
-    return slots
-
-
-def _release(world: MpiWorld, lane: int, slots: deque[tuple[Any, bytearray]]) -> None:
-    """Take a lane's receives back and free it. What arrives later is taken by its next owner, and dropped."""
-    while slots:
-        request, buffer = slots.popleft()
-        request.Cancel()
-        if request.Test():
-            request.Free()
-        else:
-            world.orphans.append((request, buffer))
-    world.free_lane(lane)
+        self._free_lane()
 
 
 def parse_address(address: str, size: int) -> tuple[int, int]:

@@ -13,8 +13,8 @@ header of more than 4 KiB travels as pieces too, before the payload.
       └── abandon, the peer's END ──────────────────────▶
 
 Each side says END once, with the number of pieces that it has sent. A wire that was left receives the peer's pieces up
-to that number, so that no request stays behind on either side. When the peer is dead, they stay for ever: MPI can
-neither cancel a send nor say that its receiver is gone.
+to that number, so that no request stays behind on either side. When the peer is dead, they stay for ever: a send can't
+be cancelled. Where MPI reports an error instead, the wire is lost.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from miles_hpc.control.frames import (
     aligned_buffer,
     read_head,
 )
+from miles_hpc.control.mpi_pieces import PIECE_BYTES, ArrivingBody, OutgoingBody, cut, last_line
 from miles_hpc.control.wire import LOW_WATER_BYTES, TimerHandle, Wire
 from miles_hpc.core.errors import AuthenticationError, ProtocolError
 from miles_hpc.core.transport import Buffer
@@ -44,12 +45,10 @@ from miles_hpc.core.transport import Buffer
 if TYPE_CHECKING:
     from miles_hpc.control.mpi_carrier import MpiCarrier
 
-__all__ = ["ENVELOPE", "ENVELOPE_BYTES", "MAGIC", "PIECE_BYTES", "Kind", "MpiWire"]
+__all__ = ["ENVELOPE", "ENVELOPE_BYTES", "MAGIC", "Kind", "MpiWire"]
 
 #: Largest message on a lane.
 ENVELOPE_BYTES = 32 << 10
-#: A large frame's payload travels in pieces of this size.
-PIECE_BYTES = 1 << 20
 #: In front of every message on a lane: magic, kind, number of the connection (or port) at the receiver.
 ENVELOPE = struct.Struct("<4sBxxxQ")
 MAGIC = b"mhpc"
@@ -81,65 +80,6 @@ class _State(enum.Enum):
     LEFT = 3
 
 
-class _Large:
-    """A large frame that is being sent: what isn't handed to MPI yet."""
-
-    __slots__ = ("_left", "_ready", "_views", "handed_over", "mac")
-
-    def __init__(
-        self, header: bytes, views: Sequence[memoryview], n_bytes: int, mac: BodyMac | None, handed_over: _Done | None
-    ) -> None:
-        self._ready = deque(_cut(memoryview(header)))
-        self._views = deque(views)
-        self._left = n_bytes
-        self.mac = mac  # None when it has gone with the head
-        self.handed_over = handed_over
-
-    @property
-    def is_over(self) -> bool:
-        return not self._ready and not self._left
-
-    def next_piece(self) -> Buffer:
-        if self._ready:
-            return self._ready.popleft()
-        want = min(PIECE_BYTES, self._left)
-        self._left -= want
-        views = self._views
-        piece: Buffer
-        if len(views[0]) >= want:
-            piece = self._take(want)
-        else:
-            parts = []
-            while want:
-                parts.append(self._take(min(want, len(views[0]))))
-                want -= len(parts[-1])
-            piece = b"".join(parts)
-        if self.mac is not None:
-            self.mac.update(piece)
-        return piece
-
-    def _take(self, n_bytes: int) -> memoryview:
-        view = self._views[0]
-        if len(view) == n_bytes:
-            self._views.popleft()
-            return view
-        self._views[0] = view[n_bytes:]
-        return view[:n_bytes]
-
-
-class _Arriving:
-    """A large frame that arrives. `places` are the pieces that weren't asked for yet, as views of `body`."""
-
-    __slots__ = ("body", "head", "mac", "places", "tag")
-
-    def __init__(self, head: Head, mac: BodyMac, body: memoryview, places: deque[memoryview], tag: bytes) -> None:
-        self.head = head
-        self.mac = mac
-        self.body = body
-        self.places = places
-        self.tag = tag  # empty: it follows
-
-
 class MpiWire(Wire):
     """One end of a connection; `number` is ours, `peer_number` the other end's."""
 
@@ -151,6 +91,7 @@ class MpiWire(Wire):
         self._loop = carrier.loop
         self._comm = carrier.world.comm
         self._byte = carrier.world.MPI.BYTE
+        self._mpi_error = carrier.world.MPI.Exception
         self._lane_tag = carrier.world.lane_tag(lane)
         self._send_tag = carrier.world.body_tag(peer_number)
         self._receive_tag = carrier.world.body_tag(number)
@@ -160,7 +101,7 @@ class MpiWire(Wire):
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
         # Outgoing.
-        self._queue: deque[bytes | _Large] = deque()
+        self._queue: deque[bytes | OutgoingBody] = deque()
         self._flying: deque[tuple[Any, int, bool, _Done | None]] = deque()  # request, bytes, is a piece, handed over
         self._queued = 0
         self._was_high = False
@@ -169,7 +110,7 @@ class MpiWire(Wire):
         self._closing: TimerHandle | None = None
         # Incoming.
         self._reading = True  # whether what arrives is of interest
-        self._arriving: _Arriving | None = None
+        self._arriving: ArrivingBody | None = None
         self._held: deque[bytes | None] = deque()  # came on the lane behind a large frame's head; None: the peer's END
         self._asked: deque[tuple[Any, memoryview]] = deque()  # pieces: request, place
         self._pieces_asked = 0
@@ -217,7 +158,7 @@ class MpiWire(Wire):
                 prefix += body_mac.tag()
                 mac = None
         self._put(prefix)
-        self._queue.append(_Large(header, views, n_bytes, mac, handed_over))
+        self._queue.append(OutgoingBody(header, views, n_bytes, mac, handed_over))
         self._queued += len(header) + n_bytes + (0 if mac is None else TAG_BYTES)
         self._was_high = self._was_high or self._queued >= LOW_WATER_BYTES
         return False
@@ -262,7 +203,7 @@ class MpiWire(Wire):
             room -= len(item)
         self._post(b"".join(parts), self._lane_tag, n_bytes)
 
-    def _send_piece(self, large: _Large) -> None:
+    def _send_piece(self, large: OutgoingBody) -> None:
         piece = large.next_piece()
         handed_over = None
         if large.is_over:
@@ -277,9 +218,13 @@ class MpiWire(Wire):
     def _post(
         self, data: Buffer, tag: int, n_bytes: int, *, is_piece: bool = False, handed_over: _Done | None = None
     ) -> None:
-        # mpi4py keeps the buffer alive as long as the request. Most small messages are gone at once.
-        self._flying.append((self._comm.Isend([data, self._byte], self.rank, tag), n_bytes, is_piece, handed_over))
-        self._sweep()
+        try:
+            request = self._comm.Isend([data, self._byte], self.rank, tag)  # keeps the buffer alive as long as itself
+        except self._mpi_error as error:
+            self.break_off(error)
+            return
+        self._flying.append((request, n_bytes, is_piece, handed_over))
+        self._sweep()  # most small messages are gone at once
         if self._flying:
             self._carrier.sending.add(self)
 
@@ -287,7 +232,7 @@ class MpiWire(Wire):
         """Forget what has gone; whether anything has."""
         flying = self._flying
         worked = False
-        while flying and flying[0][0].Test():
+        while flying and self._is_done(flying[0][0]):
             _, n_bytes, is_piece, handed_over = flying.popleft()
             worked = True
             self._queued -= n_bytes
@@ -390,10 +335,10 @@ class MpiWire(Wire):
         start = after + TAG_BYTES
         n_header = head.header_bytes
         body = aligned_buffer(n_header, head.payload_bytes)
-        places = deque(_cut(body[n_header:]))
+        places = deque(cut(body[n_header:]))
         tag = b""
         if n_header > _INLINE_HEADER_BYTES:
-            places.extendleft(reversed(_cut(body[:n_header])))
+            places.extendleft(reversed(cut(body[:n_header])))
         else:
             n_tag = TAG_BYTES if head.payload_bytes <= PIECE_BYTES else 0
             header = data[start : start + n_header]
@@ -403,7 +348,7 @@ class MpiWire(Wire):
             body[:n_header] = header
             mac.update(header)
             tag = bytes(data[start - n_tag : start])
-        self._arriving = _Arriving(head, mac, body, places, tag)
+        self._arriving = ArrivingBody(head, mac, body, places, tag)
         if self._peer_pieces is not None and self._pieces_asked + len(places) > self._peer_pieces:
             self._fail()
         else:
@@ -417,7 +362,11 @@ class MpiWire(Wire):
             self._ask_for(arriving.places.popleft())
 
     def _ask_for(self, place: memoryview) -> None:
-        request = self._comm.Irecv([place, self._byte], self.rank, self._receive_tag)
+        try:
+            request = self._comm.Irecv([place, self._byte], self.rank, self._receive_tag)
+        except self._mpi_error as error:
+            self.break_off(error)
+            return
         self._asked.append((request, place))
         self._pieces_asked += 1
         self._carrier.receiving.add(self)
@@ -426,7 +375,7 @@ class MpiWire(Wire):
         """For the carrier's looks, while it's in `receiving`: take what has arrived. Whether anything has."""
         asked = self._asked
         turn = 0
-        while asked and turn < _TURN_BYTES and asked[0][0].Test():
+        while asked and turn < _TURN_BYTES and self._is_done(asked[0][0]):
             _, place = asked.popleft()
             turn += len(place)
             if self._reading and self._arriving is not None:
@@ -441,7 +390,7 @@ class MpiWire(Wire):
             self._forget_if_over()
         return bool(turn)
 
-    def _complete(self, arriving: _Arriving) -> None:
+    def _complete(self, arriving: ArrivingBody) -> None:
         """All pieces of a large frame are here: deliver it when its MAC is, and then what came behind it."""
         if arriving.tag:
             try:
@@ -480,6 +429,29 @@ class MpiWire(Wire):
             self._held.append(None)  # the rest of what it sent is still on its way
         else:
             self._fail()
+
+    def _is_done(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi_error as error:
+            self.break_off(error)
+            return False
+
+    def break_off(self, error: Exception) -> None:
+        """MPI says that the peer is gone; not all do. Nothing more is asked of it for this connection."""
+        lost = self.on_lost
+        self.silence()
+        self._state = _State.LEFT
+        self._reading = False
+        if self._closing is not None:
+            self._closing.cancel()
+        self._queue.clear()
+        self._held.clear()
+        self._arriving = None
+        self.orphan()
+        self._carrier.forget(self)
+        if lost != self.on_lost:  # somebody listens
+            self._loop.call_soon(lost, f"endpoint closed: MPI: {last_line(error)}")
 
     def _fail(self) -> None:
         lost = self.on_lost
@@ -523,8 +495,7 @@ class MpiWire(Wire):
             request, place = self._asked.pop()
             self._pieces_asked -= 1
             request.Cancel()
-            if not request.Test():
-                self._carrier.world.orphans.append((request, place))
+            self._carrier.world.keep(request, place)
         while self._pieces_asked < self._peer_pieces and len(self._asked) < _DEPTH:
             self._ask_for(memoryview(bytearray(PIECE_BYTES)))
 
@@ -534,16 +505,12 @@ class MpiWire(Wire):
             self._carrier.forget(self)
 
     def orphan(self) -> None:
-        """The carrier closes: leave what is with MPI to the world."""
-        orphans = self._carrier.world.orphans
+        """Leave what is with MPI to the world."""
+        world = self._carrier.world
         for request, place in self._asked:
             request.Cancel()
-            if not request.Test():
-                orphans.append((request, place))
-        orphans.extend((request, None) for request, _, _, _ in self._flying if not request.Test())
+            world.keep(request, place)
+        for request, _, _, _ in self._flying:
+            world.keep(request)
         self._asked.clear()
         self._flying.clear()
-
-
-def _cut(view: memoryview) -> list[memoryview]:
-    return [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]

@@ -80,7 +80,7 @@ class MpiWorld:
         self.comm = MPI.COMM_WORLD
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
-        self.library: str = MPI.Get_library_version().split("\n")[0].strip().replace("\t", " ")
+        self.library: str = " ".join(MPI.Get_library_version().split("\n")[0].split())
         self.threads = {
             MPI.THREAD_SINGLE: "single",
             MPI.THREAD_FUNNELED: "funneled",
@@ -90,14 +90,13 @@ class MpiWorld:
         tag_bound: int = self.comm.Get_attr(MPI.TAG_UB)
         self._body_tags = tag_bound - _FIRST_BODY_TAG
         if self._body_tags < _MIN_BODY_TAGS:
-            raise UserError(
-                f"MPI tags end at {tag_bound}, expected {_FIRST_BODY_TAG + _MIN_BODY_TAGS} or more: {self.library}"
-            )
+            least = _FIRST_BODY_TAG + _MIN_BODY_TAGS
+            raise UserError(f"transport mpi: tags of {self.library} end at {tag_bound}, expected {least} or more")
         self._numbers = itertools.count(1)
-        self._lanes: dict[int, Callable[[], object] | None] = {}
+        self._lanes: set[int] = set()
         #: Carriers with a port or a connection.
         self.active: set[Occupant] = set()
-        #: Requests that may never complete, with their buffers: MPI may still touch these.
+        #: Requests that may never complete, with their buffers; see `keep`.
         self.orphans: list[tuple[Any, Any]] = []
 
     # ------------------------------------------------------------------------------ shared out
@@ -115,17 +114,13 @@ class MpiWorld:
         with _lock:
             for lane in range(LANES):
                 if lane not in self._lanes:
-                    self._lanes[lane] = None
+                    self._lanes.add(lane)
                     return lane
         raise UserError(f"transport mpi: {LANES} transports are open in this process; close some")
 
-    def keep_lane(self, lane: int, release: Callable[[], object]) -> None:
-        """What gives the lane back is called before MPI ends, unless it was called before."""
-        self._lanes[lane] = release
-
     def free_lane(self, lane: int) -> None:
         with _lock:
-            self._lanes.pop(lane, None)
+            self._lanes.discard(lane)
 
     def next_number(self) -> int:
         """A number for a connection, never given twice."""
@@ -137,6 +132,22 @@ class MpiWorld:
     def body_tag(self, number: int) -> int:
         """The tag of the large frames that come to our connection `number`."""
         return _FIRST_BODY_TAG + number % self._body_tags
+
+    def discard(self, rank: int, tag: int) -> None:
+        """Take a message without making room for it."""
+        self.keep(self.comm.Irecv([bytearray(0), self.MPI.BYTE], rank, tag))
+
+    def keep(self, request: Any, buffer: Any = None) -> None:
+        """A request that nobody waits for any more; nor its buffer, but MPI may still touch that."""
+        if not self.is_over(request):
+            self.orphans.append((request, buffer))
+
+    def is_over(self, request: Any) -> bool:
+        """Whether MPI is done with a request, one way or the other."""
+        try:
+            return bool(request.Test())
+        except self.MPI.Exception:  # its peer is gone, or it was truncated, as `discard` wants it
+            return True
 
     def reap(self) -> None:
         """End the connections whose loop was closed under them, and give their lanes back."""
@@ -177,14 +188,10 @@ class MpiWorld:
         def gone() -> bool:
             for carrier in list(self.active):
                 carrier.progress()
-            self.orphans = [(request, buffer) for request, buffer in self.orphans if not request.Test()]
+            self.orphans = [orphan for orphan in self.orphans if not self.is_over(orphan[0])]
             return not self.active and not self.orphans
 
-        delivered = _wait(gone, FLUSH_S)
-        for release in list(self._lanes.values()):
-            if release is not None:
-                release()
-        return delivered and not self.orphans
+        return _wait(gone, FLUSH_S)
 
     def _all_leave(self) -> bool:
         """Whether all ranks are here."""
@@ -195,18 +202,18 @@ class MpiWorld:
         if self.rank:
             sent = self.comm.Isend([said, byte], 0, FIRST_TAG)
             answer = self.comm.Irecv([heard, byte], 0, FIRST_TAG)
-            return _wait(lambda: sent.Test() and answer.Test(), LEAVE_S)
+            return _wait(lambda: self.is_over(sent) and self.is_over(answer), LEAVE_S) and bool(heard[0])
         waits = [self.comm.Irecv([bytearray(1), byte], rank, FIRST_TAG) for rank in range(1, self.size)]
 
         def all_here() -> bool:
-            while waits and waits[-1].Test():
+            while waits and self.is_over(waits[-1]):
                 waits.pop()
             return not waits
 
         if not _wait(all_here, LEAVE_S):
             return False
         answers = [self.comm.Isend([said, byte], rank, FIRST_TAG) for rank in range(1, self.size)]
-        return _wait(lambda: all(answer.Test() for answer in answers), FLUSH_S)
+        return _wait(lambda: all(map(self.is_over, answers)), FLUSH_S)
 
 
 def _wait(done: Callable[[], bool], limit_s: float) -> bool:

@@ -1,7 +1,7 @@
 """Asking again and again, without burning a core: for sources of events that have no descriptor, such as MPI.
 
     progress() ── did something ─▶ ask again at once
-               └─ nothing ─▶ looks ─▶ looks, the processor yielded after each ─▶ sleeps that double up to max_sleep_s
+               └─ nothing ─▶ looks ─▶ looks, the processor yielded after each ─▶ sleeps that grow up to max_sleep_s
 
 `polling_of(loop)` gives the same three methods on either loop: PlainLoop has them itself, for asyncio's loops they are
 built from call_soon and call_later, whose shortest sleep is 1 ms.
@@ -23,10 +23,11 @@ EAGER_LOOKS = 100
 
 _UNYIELDING_LOOKS = 10  # the first of them: on a loaded machine, a yield can take milliseconds
 _FIRST_SLEEP_S = 20e-6
+_GROWTH = 1.25  # a sleep is at most a quarter of the wait so far: two ends can't keep each other asleep
 
 
 class BackOff:
-    """How long to sleep before the next look: nothing for a while, then twice as long each time, up to a bound."""
+    """How long to sleep before the next look: nothing for a while, then a bit longer each time, up to a bound."""
 
     __slots__ = ("_looks", "_next_s", "max_sleep_s")
 
@@ -47,7 +48,7 @@ class BackOff:
                 os.sched_yield()
             return 0.0
         pause = min(self._next_s, self.max_sleep_s)
-        self._next_s = 2 * pause
+        self._next_s = _GROWTH * pause
         return pause
 
 

@@ -32,7 +32,7 @@ class UcxCarrier(TcpCarrier):
 
     def __init__(self, loop: Loop, open_api: Callable[[], UcxApi]) -> None:
         super().__init__(loop)
-        self._worker = UcxWorker(loop, open_api())
+        self._worker = UcxWorker(loop, open_api)
         self._warn_of_the_wrong_library()
 
     def _wire(self, sock: socket.socket, remote: str) -> Wire:

@@ -37,6 +37,11 @@ class Path(ABC):
     def alive(self) -> bool:
         """False once UCX has given it up."""
 
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether something that was sent is still in UCX's hands."""
+
     @abstractmethod
     def send(self, tag: int, data: Buffer, done: Done) -> bool:
         """Send one message. True when the buffer isn't needed any more; else `done` follows when that is so.
@@ -51,7 +56,7 @@ class Path(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close it without waiting for the peer. No callback follows."""
+        """Close it; only when it has failed or isn't busy. No callback follows."""
 
 
 class Inbox(ABC):
@@ -114,7 +119,8 @@ class UcxApi(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the worker. Paths and inboxes were closed before."""
+        """Release the worker; paths and inboxes were closed before. One that isn't closed stays until the process
+        ends, and isn't touched then either: with something left to send that could crash."""
 
 
 def find_ucx() -> Callable[[], UcxApi]:

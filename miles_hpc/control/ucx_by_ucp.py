@@ -26,11 +26,16 @@ class _UcpPath(Path):
         self._failed = failed
         self.endpoint = endpoint
         self._closed = False
+        self._n_on_its_way = 0
         endpoint.set_close_callback(lambda: api.events.append(self._end))
 
     @property
     def alive(self) -> bool:
         return not self._closed and bool(self.endpoint.is_alive())
+
+    @property
+    def busy(self) -> bool:
+        return self._n_on_its_way > 0
 
     def send(self, tag: int, data: Buffer, done: Done) -> bool:
         api = self._api
@@ -40,6 +45,7 @@ class _UcpPath(Path):
 
         def sent(request: Any, error: Exception | None) -> None:  # inside UCX
             api.pinned.pop(number, None)
+            self._n_on_its_way -= 1
             if error is None:
                 api.events.append(done)
 
@@ -49,6 +55,7 @@ class _UcpPath(Path):
         if request is None:
             api.pinned.pop(number, None)
             return True
+        self._n_on_its_way += 1
         return False
 
     def _end(self) -> None:
@@ -63,11 +70,7 @@ class _UcpPath(Path):
         if not self._closed:
             self._closed = True
             self.endpoint.set_close_callback(None)
-            # Its close flushes, which would wait for a peer that is stopped: then it ends with the worker.
-            if self.endpoint.is_alive():
-                self._api.parked.append(self.endpoint)
-            else:
-                self.endpoint.close()
+            self.endpoint.close()
 
 
 class _UcpInbox(Inbox):
@@ -143,7 +146,6 @@ class UcpApi(UcxApi):
         self.address = bytes(self.worker.get_address())
         self.events: deque[Callable[[], None]] = deque()  # of UCX's callbacks, to be run outside them
         self.pinned: dict[int, Any] = {}  # buffers in UCX's hands
-        self.parked: list[Any] = []
         self._next = 0
 
     def pin(self, array: Any) -> int:
@@ -186,6 +188,5 @@ class UcpApi(UcxApi):
         return str(self.context.info())
 
     def close(self) -> None:
-        self.parked.clear()
         self.worker.close()
         self.context.close()

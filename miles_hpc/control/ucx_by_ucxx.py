@@ -12,6 +12,7 @@ once. ucxx's asyncio face isn't used, since it waits by spinning.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,13 @@ from miles_hpc.core.transport import Buffer
 
 __all__ = ["UcxxApi"]
 
+# A reference that nobody gives back by itself, neither the collector nor the interpreter's end.
+_keep, _let_go = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
+_keep.argtypes = _let_go.argtypes = [ctypes.py_object]
+_keep.restype = _let_go.restype = None
+
+#: By default UCX waits inside connect(2) for a host that doesn't answer, and everything of this process with it.
+_SETTINGS = {"TCP_CONN_NB": "y"}
 _ARRIVALS = 256  # taken per call of progress, so that a flood leaves room for other wires
 
 
@@ -33,10 +41,15 @@ class _UcxxPath(Path):
         self.closed = False
         self._told = False
         endpoint.set_close_callback(api.ended.append, (self,), {})
+        _keep(endpoint)
 
     @property
     def alive(self) -> bool:
         return not self.closed and bool(self.endpoint.alive)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.on_its_way)
 
     def send(self, tag: int, data: Buffer, done: Done) -> bool:
         api = self._api
@@ -83,8 +96,10 @@ class _UcxxPath(Path):
         if not self.closed:
             self.closed = True
             self.endpoint.remove_close_callback()
-            # Forced, since it handles errors; cancels what is on its way, whose buffers stay until UCX has let go.
+            # Forced, since it handles errors. Buffers that were on their way stay until UCX has let go of them.
             self.endpoint.close_blocking(period=10**8, max_attempts=1)
+            _let_go(self.endpoint)
+            self.endpoint = None  # holds the worker
             self._api.unseen = True  # closing progresses
 
 
@@ -145,10 +160,10 @@ class _UcxxInbox(Inbox):
         assert path is not None
         target, done = self._wanted.popleft()
         n = probe.length
-        if n > MESSAGE_BYTES if target is None else n != target.nbytes:
-            expected = f"at most {MESSAGE_BYTES}" if target is None else str(target.nbytes if target is not None else 0)
+        limit = MESSAGE_BYTES if target is None else target.nbytes
+        if n > limit or (target is not None and n < limit):
             api.discard(probe)
-            self._fail(f"protocol error: message of {n} bytes where {expected} were expected")
+            self._fail(f"protocol error: message of {n} bytes, expected {'at most ' if target is None else ''}{limit}")
             return
         if target is None:
             room, array = api.room
@@ -207,9 +222,11 @@ class UcxxApi(UcxApi):
         self.tag = Tag
         self._module = module
         self._any, self._no_mask = Tag(0), TagMask(0)
-        self._context = module.UCXContext({}, feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
+        self._context = module.UCXContext(_SETTINGS, feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
         self._worker = module.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
+        for lasting in (self._context, self._worker):  # the interpreter's end would destroy them
+            _keep(lasting)
         self.fd = self._worker.epoll_file_descriptor
         self.address = self._worker.address.tobytes()
         self.unseen = False  # something may be there that `arm` doesn't know of
@@ -295,4 +312,7 @@ class UcxxApi(UcxApi):
         self.senders.clear()
         self.receivers.clear()
         self._dropping.clear()
-        del self._worker, self._context
+        self.ended.clear()
+        for lasting in (self._worker, self._context):
+            _let_go(lasting)
+        del self._worker, self._context, lasting  # ends them: nothing else refers to them

@@ -13,8 +13,8 @@
 
 **One path per pair of workers.** UCX matches the endpoints of two workers by the order in which they were made, so the
 wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end, and goes
-when UCX reports a failure or a line ends without goodbye; then all wires over it are lost. Path numbers tell a side
-that the other has dropped the path which it still holds.
+when UCX reports a failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers
+tell a side that the other has lost the path which it still holds.
 
 **Goodbye.** A wire that ends on purpose says over its line how many messages it has sent, so that the peer takes them
 all before it calls it lost. A line that ends without that is a process that died, or a link that broke.
@@ -61,6 +61,8 @@ PIECE_BYTES = 1 << 20
 IN_FLIGHT_BYTES = 8 << 20
 #: How long messages may follow a goodbye.
 LAST_WORDS_S = 1.0
+#: A worker without wires is released after so long.
+IDLE_S = 5.0
 
 _ROUNDS = 64  # of progress per event
 _TURN_BYTES = 8 << 20  # sent per callback, so that a large payload leaves room for other wires
@@ -130,21 +132,37 @@ def take_piece(views: deque[memoryview], n: int) -> Buffer:
 class UcxWorker:
     """One UCX worker on one loop: progressed when its descriptor is readable, armed before the loop sleeps.
 
-    While no wire is open, nothing is watched.
+    While no wire is open nothing is watched, and after IDLE_S the worker is released if UCX has nothing left to send;
+    the next use opens another one. For a peer that is out of reach that takes until the kernel gives up its sockets.
     """
 
-    def __init__(self, loop: Loop, api: UcxApi) -> None:
+    def __init__(self, loop: Loop, open_api: Callable[[], UcxApi]) -> None:
         self.loop = loop
-        self.api = api
+        self._open_api = open_api
+        self._api: UcxApi | None = None
         self._paths: dict[bytes, SharedPath] = {}
+        self._left: set[SharedPath] = set()  # given up by us, not by UCX
         self._n_wires = 0
         self._inside = False
         self._planned = False
+        self._idle: TimerHandle | None = None
+
+    @property
+    def api(self) -> UcxApi:
+        """The worker, opened when it isn't."""
+        if self._api is None:
+            self._api = self._open_api()
+        return self._api
+
+    # ------------------------------------------------------------------------------ wires and paths
 
     def enter(self) -> None:
         """A wire is open."""
         self._n_wires += 1
         if self._n_wires == 1:
+            if self._idle is not None:
+                self._idle.cancel()
+                self._idle = None
             loop: Any = self.loop
             loop.add_reader(self.api.fd, self._turn)
             if hasattr(loop, "add_poller"):  # while it spins: messages without the detour through the descriptor
@@ -158,6 +176,7 @@ class UcxWorker:
             loop.remove_reader(self.api.fd)
             if hasattr(loop, "remove_poller"):
                 loop.remove_poller(self._look)
+            self._idle = self.loop.call_later(IDLE_S, self._idled)
 
     def path_to(self, address: bytes) -> SharedPath:
         """The path to another worker. Raises ConnectionError when UCX knows no way there."""
@@ -166,13 +185,21 @@ class UcxWorker:
             path = self._paths[address] = SharedPath(self, address)
         return path
 
-    def forget(self, path: SharedPath) -> None:
-        self._paths.pop(path.address, None)
+    def forget(self, path: SharedPath, *, failed: bool) -> None:
+        """No wire takes this path any more. Unless UCX has given it up, it stays open until UCX does."""
+        if self._paths.get(path.address) is path:
+            del self._paths[path.address]
+        if failed:
+            self._left.discard(path)
+        else:
+            self._left.add(path)
 
     def in_use(self) -> list[str]:
         """The transports and devices of all paths."""
         found = (lane for path in self._paths.values() for lane in lanes(path.path.handle()))
         return sorted(set(found))
+
+    # ------------------------------------------------------------------------------ progress
 
     def kick(self) -> None:
         """Something was handed to UCX that isn't done: look at it soon, and arm again."""
@@ -182,7 +209,8 @@ class UcxWorker:
 
     def _kicked(self) -> None:
         self._planned = False
-        self._turn()
+        if self._api is not None:
+            self._turn()
 
     def drain(self) -> None:
         """Deliver what has arrived."""
@@ -208,10 +236,36 @@ class UcxWorker:
                 return
         self.kick()  # still busy: let others run in between
 
-    def close(self) -> None:
+    # ------------------------------------------------------------------------------ the end
+
+    def _idled(self) -> None:
+        self._idle = None
+        if self._api is not None and not self._release():
+            self._idle = self.loop.call_later(IDLE_S, self._idled)
+
+    def _release(self) -> bool:
+        """Give the UCX worker back, unless it still has something to send. No wire is open."""
+        assert self._api is not None
+        for _ in range(_ROUNDS):
+            if not self._look():
+                break
+        if self._left or any(path.unheard or path.path.busy for path in self._paths.values()):
+            return False
         for path in list(self._paths.values()):
-            path.fail("endpoint closed: the transport is closed")
-        self.api.close()
+            path.fail("endpoint closed: the worker is released")
+        self._api.close()
+        self._api = None
+        return True
+
+    def close(self) -> None:
+        """Release it now, if that can be done safely; else it stays as it is until the process ends."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        for path in [*self._paths.values(), *self._left]:
+            path.end_wires("endpoint closed: the transport is closed")
+        if self._api is not None and not self._release():
+            self._api = None
 
 
 class SharedPath:
@@ -222,24 +276,40 @@ class SharedPath:
         self.number = secrets.randbits(64)
         self.peer_number: int | None = None
         self.wires: set[UcxWire] = set()
+        self.unheard = False  # something was sent of which we don't know that it arrived
         self._worker = worker
-        self._told = False
+        self._heard = False
         self.path: Path = worker.api.connect(address, self.fail)
 
     def heard(self, remote: str) -> None:
-        """A message has come: UCX has settled on its transports."""
-        if not self._told:
-            self._told = True
+        """A message has come, so UCX has settled on its transports."""
+        if not self._heard:
+            self._heard = True
             logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
 
+    def agree(self, number: int) -> bool:
+        """The peer tells the number of its end. False when it isn't the end that we have talked to."""
+        if self.peer_number is not None and self.peer_number != number and self._heard:
+            return False
+        self.peer_number = number
+        return True
+
+    def leave(self, reason: str) -> None:
+        """Don't use it any more: its other end is gone."""
+        self._worker.forget(self, failed=False)
+        self.end_wires(reason)
+
     def fail(self, reason: str) -> None:
-        """The peer is gone: end all wires over it."""
-        self._worker.forget(self)
+        """UCX has given it up."""
+        self._worker.forget(self, failed=True)
+        self.end_wires(reason)
+        self.path.close()
+
+    def end_wires(self, reason: str) -> None:
         wires = list(self.wires)
         self.wires.clear()
         for wire in wires:
             wire.fail(reason)
-        self.path.close()
 
 
 # ------------------------------------------------------------------------------------------------ wire
@@ -362,11 +432,9 @@ class UcxWire(Wire):
     def _told_path(self, number: int) -> None:
         shared = self._shared
         assert shared is not None
-        if shared.peer_number is None:
-            shared.peer_number = number
-        elif shared.peer_number != number:
-            # It dropped the path that we still hold, so what we'd send wouldn't arrive. Both begin anew.
-            shared.fail("endpoint closed: the peer has lost an earlier connection; connect again")
+        if not shared.agree(number):
+            # It has lost the path that we still hold, so what we'd send wouldn't arrive.
+            shared.leave("endpoint closed: the peer has lost an earlier connection; connect again")
             return
         self._path = shared.path
         self._pump()
@@ -466,6 +534,8 @@ class UcxWire(Wire):
 
     def _post(self, path: Path, data: Buffer, n: int, handed_over: _Done | None = None) -> None:
         self._n_sent += 1
+        assert self._shared is not None
+        self._shared.unheard = True
         if path.send(self._tag, data, functools.partial(self._has_left, n, handed_over)):
             self._queued -= n
             if handed_over is not None:
@@ -591,6 +661,8 @@ class UcxWire(Wire):
         if not self._open:
             return
         if self._closing is not None:
+            if self._shared is not None and self._said_goodbye:
+                self._shared.unheard = False  # it has taken everything
             self.abandon()
         elif self._n_announced is not None:
             self._last_words = self._loop.call_later(LAST_WORDS_S, self._check_last_words, True)
@@ -600,8 +672,7 @@ class UcxWire(Wire):
             self.fail(f"endpoint closed: {reason}")
         else:
             self._worker.drain()  # what it sent before, its reason for the end perhaps
-            if self._open and self._shared is not None:
-                self._shared.fail(f"endpoint closed: {reason}")
+            self.fail(f"endpoint closed: {reason}")
 
     def _check_last_words(self, too_late: bool = False) -> None:
         if self._last_words is None or not self._open:

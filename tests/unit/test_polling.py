@@ -16,11 +16,11 @@ from miles_hpc.control.polling import EAGER_LOOKS, AsyncPolling, BackOff, pollin
 WAIT_S = 60.0
 
 
-def test_back_off_yields_and_then_doubles_up_to_the_bound() -> None:
+def test_back_off_yields_and_then_sleeps_longer_and_longer_up_to_the_bound() -> None:
     back_off = BackOff(0.002)
     assert [back_off.pause_s() for _ in range(EAGER_LOOKS)] == [0.0] * EAGER_LOOKS
-    sleeps = [back_off.pause_s() for _ in range(12)]
-    assert all(0 < a <= b <= 2 * a for a, b in itertools.pairwise(sleeps))
+    sleeps = [back_off.pause_s() for _ in range(40)]
+    assert all(0 < a <= b <= 1.3 * a for a, b in itertools.pairwise(sleeps))
     assert sleeps[0] < 1e-4 and sleeps[-1] == 0.002
     back_off.reset()
     assert back_off.pause_s() == 0.0
@@ -68,7 +68,7 @@ def test_an_idle_poller_lets_the_loop_sleep(loop: PlainLoop) -> None:
     source = Source()
     loop.add_poller(source.progress, max_sleep_s=0.01)
     assert not loop.run_until(lambda: False, loop.time() + 0.5)
-    assert EAGER_LOOKS < source.looks < EAGER_LOOKS + 80  # 50 sleeps of 10 ms and the short ones before
+    assert EAGER_LOOKS < source.looks < EAGER_LOOKS + 100  # 50 sleeps of 10 ms and the short ones before
 
 
 def test_a_poller_with_a_descriptor_does_not_bound_sleeps(loop: PlainLoop) -> None:

@@ -236,14 +236,14 @@ def quick() -> Settings:
 
 
 def full() -> Settings:
-    """About ten minutes on 2 cores."""
+    """Some ten minutes on 2 cores."""
     return Settings(
         cells=_cells(calls=2000, batches=60, bulk=24, limit_s=10.0, every_size_apart=True),
         startup=(_start(8, limit_s=120.0), _start(64, limit_s=300.0)),
         repeats=7,
-        repeats_of_others=3,
-        startup_repeats=5,
-        budget_s=900.0,
+        repeats_of_others=2,
+        startup_repeats=3,
+        budget_s=720.0,
         quick=False,
         skipped={},
     )

@@ -98,7 +98,7 @@ class Session:
     def start(self, n_peers: int, deadline_s: float) -> Told:
         """Start peers in a fresh folder."""
         self._stages += 1
-        stage = self._folder / str(self._stages)
+        stage = self._folder / f"stage{self._stages}"  # an MPI arm publishes addresses as numbers beside it
         stage.mkdir()
         return self.ask(Ask(do="start", n_peers=n_peers, folder=str(stage)), deadline_s)
 
