@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from miles_hpc.control.asyncio_face import AsyncTransport
 from miles_hpc.control.auth import new_secret
 from miles_hpc.control.frames import Limits
 from miles_hpc.control.opening import open_blocking_transport, open_transport
@@ -39,6 +40,8 @@ SECRET = new_secret()
 WAIT_S = 60.0
 _STEP_S = 0.02
 
+_made: list[tuple[asyncio.AbstractEventLoop, AsyncTransport]] = []
+
 
 #: A message whose handler may be stopped when its caller gives up.
 CANCELLABLE = Generate(request_id="", session_id="", n_input=0, sampling=SamplingParams(max_new_tokens=1))
@@ -61,7 +64,9 @@ def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: in
 def make(
     kind: str, name: str, *, version: int = PROTOCOL_VERSION, limits: Limits | None = None, **who: Any
 ) -> Transport:
-    return open_transport(kind, credentials(name, **who), version=version, limits=limits)
+    transport = open_transport(kind, credentials(name, **who), version=version, limits=limits)
+    _made.append((asyncio.get_running_loop(), transport))
+    return transport
 
 
 def make_plain(
@@ -72,10 +77,23 @@ def make_plain(
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(WAIT_S * 2):
-            await main()
+        try:
+            async with asyncio.timeout(WAIT_S * 2):
+                await main()
+        finally:
+            release()
 
     asyncio.run(bounded())
+
+
+def release() -> None:
+    """Give back what the transports of this loop opened: hundreds of tests run in one process."""
+    loop = asyncio.get_running_loop()
+    for entry in list(_made):
+        if entry[0] is loop:
+            _made.remove(entry)
+            if entry[1]._carrier is not None:
+                entry[1]._carrier.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -230,6 +248,7 @@ class AsyncServer:
         self._ready.set()
         await self._stop.wait()
         await self.listener.close()
+        release()
 
     def _run(self) -> None:
         try:
