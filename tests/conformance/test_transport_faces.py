@@ -32,6 +32,7 @@ from tests.conformance.transport_kinds import (
     numbered,
     plain_echo,
     run,
+    server_of,
     until,
 )
 
@@ -42,10 +43,6 @@ FACES = pytest.mark.parametrize("face", ["asyncio", "blocking"])
 @pytest.fixture
 def kind(elastic_kind: str) -> str:
     return elastic_kind
-
-
-def server_of(face: str, kind: str, handler: Any, **options: Any) -> AsyncServer | BlockingServer:
-    return AsyncServer(kind, handler, **options) if face == "asyncio" else BlockingServer(kind, handler, **options)
 
 
 class Gate:
@@ -171,7 +168,7 @@ def test_a_blocking_client_gives_up_in_time(kind: str, face: str) -> None:
 
 @FACES
 def test_a_full_window_holds_a_blocking_client_back(kind: str, face: str) -> None:
-    gate, server = gated(face, kind, limits=NARROW)
+    gate, server = gated(face, kind, who={"limits": NARROW})
     with server, closing(make_plain(kind, "dialer")) as transport:
         endpoint = transport.connect(server.address, deadline_s=WAIT_S)
         pending = [endpoint.begin(numbered(n), deadline_s=WAIT_S) for n in range(8)]
@@ -230,7 +227,10 @@ def test_a_blocking_client_stays_small_when_its_peer_reads_nothing(kind: str, fa
             seen.append(payload[0])
 
     limits = Limits(window_messages=1000, window_bytes=4 << 20)
-    with server_of(face, kind, handler, limits=limits) as server, closing(make_plain(kind, "dialer")) as transport:
+    with (
+        server_of(face, kind, handler, who={"limits": limits}) as server,
+        closing(make_plain(kind, "dialer")) as transport,
+    ):
         endpoint = transport.connect(server.address, deadline_s=WAIT_S)
         endpoint.notify(Heartbeat(), deadline_s=WAIT_S)
         plain_until(transport, stuck.is_set)

@@ -56,9 +56,16 @@ class NotInTheVocabulary(Message, frozen=True, kw_only=True):
     """A message that no decoder knows."""
 
 
-def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: int = 1) -> Credentials:
+def credentials(
+    name: str,
+    *,
+    secret: bytes = SECRET,
+    attempt: int = 1,
+    term: int = 1,
+    on_newer: Callable[[PeerIdentity], None] | None = None,
+) -> Credentials:
     identity = PeerIdentity(role="trainer", name=name, host="host", pid=os.getpid(), attempt=attempt, term=term)
-    return Credentials(secret, identity)
+    return Credentials(secret, identity, on_newer)
 
 
 def make(
@@ -148,14 +155,23 @@ def plain_pair(
         transport.close()
 
 
+def server_of(face: str, kind: str, handler: Any = None, **options: Any) -> AsyncServer | BlockingServer:
+    """A server of either face; `handler` is a plain function then, echo by default."""
+    server = AsyncServer if face == "asyncio" else BlockingServer
+    return server(kind, handler or plain_echo, **options)
+
+
 class BlockingServer:
     """A blocking listener whose thread serves it while the context is entered."""
 
-    def __init__(self, kind: str, handler: Any = plain_echo, *, limits: Limits | None = None, **options: Any) -> None:
+    def __init__(
+        self, kind: str, handler: Any = plain_echo, *, who: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`who` are arguments of make, as `limits`; `options` those of listen."""
         self.address = ""
         self.transport: BlockingTransport
         self.listener: BlockingListener
-        self._args = (kind, handler, limits, options)
+        self._args = (kind, handler, who or {}, options)
         self._orders: list[tuple[Callable[[], Any], list[Any], threading.Event]] = []
         self._ready = threading.Event()
         self._stopped = False
@@ -185,9 +201,9 @@ class BlockingServer:
         return result[0]
 
     def _run(self) -> None:
-        kind, handler, limits, options = self._args
+        kind, handler, who, options = self._args
         try:
-            self.transport = make_plain(kind, "listener", limits=limits)
+            self.transport = make_plain(kind, "listener", **who)
             try:
                 self.listener = self.transport.listen(handler, **options)
                 self.address = self.listener.address
@@ -212,10 +228,11 @@ class BlockingServer:
 class AsyncServer:
     """An asyncio listener whose loop runs in a thread while the context is entered."""
 
-    def __init__(self, kind: str, handler: Any = echo, *, limits: Limits | None = None, **options: Any) -> None:
+    def __init__(self, kind: str, handler: Any = echo, *, who: dict[str, Any] | None = None, **options: Any) -> None:
+        """`who` are arguments of make, as `limits`; `options` those of listen."""
         self.address = ""
         self.listener: Listener
-        self._args = (kind, handler, limits, options)
+        self._args = (kind, handler, who or {}, options)
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -241,9 +258,9 @@ class AsyncServer:
         return asyncio.run_coroutine_threadsafe(order, self._loop).result(WAIT_S)  # type: ignore[arg-type]
 
     async def _main(self) -> None:
-        kind, handler, limits, options = self._args
+        kind, handler, who, options = self._args
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.listener = await make(kind, "listener", limits=limits).listen(handler, **options)
+        self.listener = await make(kind, "listener", **who).listen(handler, **options)
         self.address = self.listener.address
         self._ready.set()
         await self._stop.wait()
