@@ -47,6 +47,7 @@ HIGH_WATER_BYTES = 64 << 20
 #: How long an orderly end may take to leave.
 FLUSH_S = 1.0
 
+_EARLY_BYTES = 1024  # so much isn't kept for the loop's next round: about 16 small frames
 _URGENT_SLACK = 64  # urgent messages that may be on their way beyond the window
 _URGENT_BYTES = 64 << 10  # size of such a message
 _MAX_FAILURE_CHARS = 16_384
@@ -572,8 +573,11 @@ class Conversation:
         n_bytes: int = 0,
         handed_over: Callable[[], None] | None = None,
     ) -> bool:
-        done = self._wire.send(kind, call_id, header, views, n_bytes, handed_over)
-        if not self._flush_planned:
+        wire = self._wire
+        done = wire.send(kind, call_id, header, views, n_bytes, handed_over)
+        if wire.queued_bytes >= _EARLY_BYTES:
+            wire.flush()  # so that the peer begins with these while we make the next
+        elif not self._flush_planned:
             self._flush_planned = True
             self._loop.call_soon(self._planned_flush)
         return done

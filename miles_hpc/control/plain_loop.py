@@ -243,6 +243,7 @@ class PlainLoop:
                 events = self._epoll.poll(0)
                 if events or self._ready or (self._pollers and self._poll()):
                     return events
+                os.sched_yield()  # the one that is to answer may wait for this very core
         if timeout and self._back_off is not None:
             timeout = min(timeout, self._back_off.pause_s())
             if 0.0 < timeout < _EPOLL_STEP_S:

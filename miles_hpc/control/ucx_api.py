@@ -28,6 +28,14 @@ MESSAGE_BYTES = 20 * 1024
 
 Done = Callable[[], None]
 
+#: What UCX is told, unless the user has told it something. It reads the environment when it's loaded and opened.
+_SETTINGS = {
+    # Else its TCP connects in blocking calls: a peer that went out of reach would stop the loop for minutes.
+    "UCX_TCP_CONN_NB": "y",
+    # The Python packages set variables that this UCX may not know; it would say so on standard output.
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+
 
 class Path(ABC):
     """One UCX endpoint, made with error handling: `failed` is called once when UCX finds that the peer is gone."""
@@ -64,7 +72,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def attach(self, path: Path) -> None:
-        """Whose messages they are: receives end with that path. Nothing is delivered before."""
+        """Whose messages they are: receives end with that path. Nothing is delivered before. May be another one later."""
 
     @abstractmethod
     def expect_message(self, done: Callable[[memoryview], None]) -> None:
@@ -125,8 +133,8 @@ class UcxApi(ABC):
 
 def find_ucx() -> Callable[[], UcxApi]:
     """What opens a worker with the package that this process has. Raises UserError when there is none."""
-    # The packages set variables that UCX calls unused, on standard output, unless told not to before it's loaded.
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         import ucxx._lib.libucxx as ucxx
     except ImportError as missing:
@@ -185,6 +193,8 @@ def lanes(endpoint: int) -> list[str]:
 
     By ucp_ep_query, which neither package offers, of the libucp that is loaded already.
     """
+    if not endpoint:
+        return []
     try:
         query = ctypes.CDLL("libucp.so.0").ucp_ep_query
     except (OSError, AttributeError):

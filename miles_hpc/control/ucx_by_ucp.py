@@ -43,11 +43,14 @@ class _UcpPath(Path):
             api.events.append(self._end)
             return False
 
-        def sent(request: Any, error: Exception | None) -> None:  # inside UCX
+        pending = False
+
+        def sent(request: Any, error: Exception | None) -> None:  # inside UCX, or inside tag_send_nb
             api.pinned.pop(number, None)
-            self._n_on_its_way -= 1
-            if error is None:
-                api.events.append(done)
+            if pending:
+                self._n_on_its_way -= 1
+                if error is None:
+                    api.events.append(done)
 
         array = api.array(data)
         number = api.pin(array)
@@ -55,6 +58,7 @@ class _UcpPath(Path):
         if request is None:
             api.pinned.pop(number, None)
             return True
+        pending = True
         self._n_on_its_way += 1
         return False
 
@@ -105,21 +109,35 @@ class _UcpInbox(Inbox):
             return
         array = api.array(target)
         number = api.pin(array)
+        told = False
 
-        def received(request: Any, error: Exception | None) -> None:  # inside UCX
+        def received(request: Any, error: Exception | None) -> None:  # inside UCX, or inside tag_recv_nb
+            nonlocal told
+            told = True
             api.pinned.pop(number, None)
             # A message shorter than its buffer has arrived whole, and ucx-py calls that an error too.
             if shorter and isinstance(error, api.shorter):
                 error = None
-            api.events.append(lambda: self._complete(done, error))
+            api.events.append(lambda: self._complete(target, done, shorter, error))
 
-        api.module.tag_recv_nb(api.worker, array, array.nbytes, self._tag, cb_func=received, ep=path.endpoint)
+        try:
+            request = api.module.tag_recv_nb(
+                api.worker, array, array.nbytes, self._tag, cb_func=received, ep=path.endpoint
+            )
+        except Exception as error:  # it had arrived before; ucx-py's errors have no common base of ours
+            received(None, error)
+            return
+        if request is None and not told:
+            received(None, None)
 
-    def _complete(self, done: Done, error: Exception | None) -> None:
+    def _complete(self, target: memoryview, done: Done, shorter: bool, error: Exception | None) -> None:
         if not self._open:
             return
         if error is None:
             done()
+        elif isinstance(error, self._api.cancelled):  # with the path that it was posted for
+            if self._path is not None and self._path.alive:
+                self._post(target, done, shorter)
         elif self._path is not None and self._path.alive:
             self._open = False
             self._failed(f"protocol error: {error}")
@@ -134,11 +152,11 @@ class UcpApi(UcxApi):
     def __init__(self, module: Any) -> None:
         from ucp import __version__
         from ucp._libs.arr import Array
-        from ucp.exceptions import UCXMsgTruncated
+        from ucp.exceptions import UCXCanceled, UCXMsgTruncated
 
         self.package = f"ucx-py {__version__}"
         self.array = Array
-        self.shorter = UCXMsgTruncated
+        self.shorter, self.cancelled = UCXMsgTruncated, UCXCanceled
         self.module = module
         self.context = module.UCXContext(feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
         self.worker = module.UCXWorker(self.context)

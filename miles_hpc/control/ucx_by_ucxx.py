@@ -247,7 +247,7 @@ class UcxxApi(UcxApi):
         module = self._module
         try:
             where = module.UCXAddress.create_from_buffer(bytearray(address))
-            endpoint = module.UCXEndpoint.create_from_worker_address(self._worker, where, True)
+            endpoint = module.UCXEndpoint.create_from_worker_address(self._worker, where, False)
         except Exception as error:
             raise ConnectionError(str(error)) from error
         return _UcxxPath(self, endpoint, failed)

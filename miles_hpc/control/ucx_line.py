@@ -2,7 +2,7 @@
 
     socket ─▶ u16 length │ message ─▶ on_message(bytes)
            ├─ a length above the limit ─▶ on_broken(reason), once; what follows is dropped
-           └─ end of stream, reset ─▶ on_end(reason), once
+           └─ end of stream, reset ─▶ on_end(reason, answered), once; answered: the peer's host did it
 
 UCX would connect by itself, but its listeners (as ucxx and ucx-py open them) bind every IPv4 interface and no IPv6 one,
 and take any amount of data from whoever connects. Over a socket of our own the handshake is the one of tcp, with its
@@ -35,7 +35,7 @@ class Line:
         loop: Loop,
         sock: socket.socket,
         on_message: Callable[[bytes], None],
-        on_end: Callable[[str], None],
+        on_end: Callable[[str, bool], None],
         on_broken: Callable[[str], None],
     ) -> None:
         self._loop = loop
@@ -104,10 +104,10 @@ class Line:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._ended(error.strerror or str(error))
+            self._ended(error.strerror or str(error), answered=isinstance(error, ConnectionError))
             return
         if not data:
-            self._ended("the peer's socket is gone")
+            self._ended("the peer's socket is gone", answered=True)
             return
         if self._dropping:
             return
@@ -126,7 +126,7 @@ class Line:
             self._on_message(data[begin:start])
         self._in = data[start:]
 
-    def _ended(self, reason: str) -> None:
+    def _ended(self, reason: str, *, answered: bool) -> None:
         if self._open:
             self._loop.remove_reader(self._fd)  # else a socket at its end would wake the loop again and again
-            self._on_end(reason)
+            self._on_end(reason, answered)

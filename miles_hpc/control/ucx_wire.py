@@ -12,9 +12,10 @@
 | the loss of a peer that said goodbye | what it sent before, over UCX | LAST_WORDS_S |
 
 **One path per pair of workers.** UCX matches the endpoints of two workers by the order in which they were made, so the
-wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end, and goes
-when UCX reports a failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers
-tell a side that the other has lost the path which it still holds.
+wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end. It is
+left when the last wire's end isn't answered, since it may be stuck behind a broken link, and closed when UCX reports
+its failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers tell a side
+that the other has left the path which it still holds; it takes another one then.
 
 **Goodbye.** A wire that ends on purpose says over its line how many messages it has sent, so that the peer takes them
 all before it calls it lost. A line that ends without that is a process that died, or a link that broke.
@@ -295,9 +296,13 @@ class SharedPath:
         return True
 
     def leave(self, reason: str) -> None:
-        """Don't use it any more: its other end is gone."""
+        """Don't use it any more: its other end is gone, or it may be stuck. New wires move on, others end."""
         self._worker.forget(self, failed=False)
+        moving = [wire for wire in self.wires if wire.is_new]
+        self.wires.difference_update(moving)
         self.end_wires(reason)
+        for wire in moving:
+            wire.take_path(self.address)
 
     def fail(self, reason: str) -> None:
         """UCX has given it up."""
@@ -404,7 +409,7 @@ class UcxWire(Wire):
                 self._told_where(data)
             else:
                 kind, number = _RECORD.unpack(data)
-                if kind == _PATH_NUMBER and self._path is None:
+                if kind == _PATH_NUMBER:
                     self._told_path(number)
                 elif kind == _GOODBYE:
                     self._n_announced = number
@@ -418,12 +423,22 @@ class UcxWire(Wire):
         head = read_head(data)
         self._opener.small(data)
         where = _where_decoder.decode(data[HEAD_BYTES : HEAD_BYTES + head.header_bytes])
+        self._tag = where.tag
+        self.take_path(where.address)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was sent yet, because the peer hasn't told which path it takes."""
+        return self._path is None
+
+    def take_path(self, address: bytes) -> None:
+        """Send and receive over the path to this worker, and tell the peer which one it is."""
+        assert self._inbox is not None
         try:
-            shared = self._worker.path_to(where.address)
+            shared = self._worker.path_to(address)
         except ConnectionError as error:
             self.fail(f"endpoint closed: UCX finds no way to the peer ({error}); check UCX_TLS and UCX_NET_DEVICES")
             return
-        self._tag = where.tag
         self._shared = shared
         shared.wires.add(self)
         self._inbox.attach(shared.path)
@@ -433,9 +448,13 @@ class UcxWire(Wire):
         shared = self._shared
         assert shared is not None
         if not shared.agree(number):
-            # It has lost the path that we still hold, so what we'd send wouldn't arrive.
-            shared.leave("endpoint closed: the peer has lost an earlier connection; connect again")
-            return
+            if not self.is_new:
+                raise ProtocolError("another path in the middle of a conversation")
+            shared.leave("endpoint closed: the peer has left this connection's path")  # takes another one for us
+            shared = self._shared
+            if shared is None:
+                return
+            shared.agree(number)
         self._path = shared.path
         self._pump()
 
@@ -657,11 +676,13 @@ class UcxWire(Wire):
 
     # ------------------------------------------------------------------------------ the end
 
-    def _line_ended(self, reason: str) -> None:
+    def _line_ended(self, reason: str, answered: bool) -> None:
         if not self._open:
             return
         if self._closing is not None:
-            if self._shared is not None and self._said_goodbye:
+            if not answered:
+                self._leave_path()
+            elif self._shared is not None and self._said_goodbye:
                 self._shared.unheard = False  # it has taken everything
             self.abandon()
         elif self._n_announced is not None:
@@ -672,11 +693,14 @@ class UcxWire(Wire):
             self.fail(f"endpoint closed: {reason}")
         else:
             self._worker.drain()  # what it sent before, its reason for the end perhaps
+            self._leave_path()
             self.fail(f"endpoint closed: {reason}")
 
     def _check_last_words(self, too_late: bool = False) -> None:
         if self._last_words is None or not self._open:
             return
+        if too_late:
+            self._leave_path()
         if too_late or self._n_received >= (self._n_announced or 0):
             self.fail("endpoint closed: the peer has closed the connection")
 
@@ -694,7 +718,7 @@ class UcxWire(Wire):
         if not self._open or self._closing is not None:
             return
         self._stop_reading()
-        self._closing = self._loop.call_later(flush_s, self.abandon)
+        self._closing = self._loop.call_later(flush_s, self._unanswered)
         self._pump()
         self._say_goodbye()
 
@@ -705,6 +729,17 @@ class UcxWire(Wire):
             if self._shared is not None:
                 self._line.send(_RECORD.pack(_GOODBYE, self._n_sent))
             self._line.finish()
+
+    def _unanswered(self) -> None:
+        self._leave_path()
+        self.abandon()
+
+    def _leave_path(self) -> None:
+        """The end wasn't as it should be. If this was the last wire, the next one takes another path."""
+        shared = self._shared
+        if shared is not None and len(shared.wires) == 1:
+            shared.wires.clear()
+            shared.leave("")
 
     def abandon(self) -> None:
         self._end(goodbye=True)

@@ -200,8 +200,9 @@ class Members:
         del self._endpoints[peer.name]
         if self._closing:
             return
-        self._roster.closed(peer.name, endpoint.close_reason, time.monotonic())
-        self._lost(peer, f"endpoint closed: {endpoint.close_reason}")
+        reason = endpoint.close_reason.removeprefix("endpoint closed: ")
+        self._roster.closed(peer.name, reason, time.monotonic())
+        self._lost(peer, f"endpoint closed: {reason}")
 
     def _lost(self, peer: PeerIdentity, evidence: str) -> None:
         self._relays.pop(peer.name, None)
