@@ -57,6 +57,7 @@ class PlainLoop:
         self._epoll = select.epoll()
         self._readers: dict[int, Callable[..., Any]] = {}
         self._writers: dict[int, Callable[..., Any]] = {}
+        self._fresh: set[int] = set()  # registered since the last look: its events are those of a descriptor before
         self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, _Timer]] = []
         self._n_cancelled = 0  # of them
@@ -114,6 +115,7 @@ class PlainLoop:
             self._epoll.modify(fd, mask)
         except FileNotFoundError:
             self._epoll.register(fd, mask)
+            self._fresh.add(fd)
 
     # ------------------------------------------------------------------------------ what they don't have
 
@@ -185,11 +187,15 @@ class PlainLoop:
             pass
 
     def run_until(self, done: Callable[[], bool], end: float | None = None) -> bool:
-        """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False."""
+        """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False.
+
+        What is there already is served in any case.
+        """
         ready, timers, time = self._ready, self._timers, self.time
         readers, writers = self._readers, self._writers
         if self._pollers:
             self.hurry()
+        looked = False  # at the descriptors: once in any case, so that a caller without time can have them served
         stuck_at = 0.0  # when what was put off is called all the same; 0 while something happens
         self.depth += 1
         try:
@@ -202,6 +208,7 @@ class PlainLoop:
                         callback(*args)
                     except Exception:
                         _report(callback)
+                callback, args = _nothing, ()  # or the last one would live through the sleep, with a payload perhaps
                 if timers and timers[0][0] <= time():
                     self._fire_timers()
                 worked = self._poll() if self._pollers else False
@@ -211,9 +218,9 @@ class PlainLoop:
                 if end is not None or timers:
                     now = time()
                     if end is not None:
-                        if now >= end:
+                        if now >= end and looked:
                             return False
-                        timeout = min(timeout, end - now)
+                        timeout = min(timeout, max(0.0, end - now))
                     if timers:
                         timeout = min(timeout, max(0.0, timers[0][0] - now))
                 if self._put_off and not ready and not worked:
@@ -227,11 +234,14 @@ class PlainLoop:
                     if self._epoll.closed:  # by a callback: nothing can happen any more
                         return done()
                     raise
+                looked = True
                 if stuck_at and (events or ready or time() >= stuck_at):
                     stuck_at = 0.0
                     if not events and not ready:
                         ready.append((self._put_off.pop(), (True,)))
                 for fd, mask in events:
+                    if fd in self._fresh:
+                        continue
                     try:
                         if mask & _READ:
                             callback = readers.get(fd, _nothing)
@@ -247,6 +257,7 @@ class PlainLoop:
                 self.resume()
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
+        self._fresh.clear()
         if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:

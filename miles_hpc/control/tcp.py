@@ -184,7 +184,7 @@ class TcpWire(Wire):
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._loop.call_soon(self._fail, f"endpoint closed: {error.strerror or error}")
+            self._loop.call_soon(self._send_failed, f"endpoint closed: {error.strerror or error}")
             return
         if self._handed_over and self._handed_over[0][0] <= self._sent:
             self._tell_handed_over()
@@ -377,6 +377,10 @@ class TcpWire(Wire):
         self.on_frame(head.kind, head.call_id, bytes(body[: head.header_bytes]), payload)
 
     # ------------------------------------------------------------------------------ the end
+
+    def _send_failed(self, reason: str) -> None:
+        self._readable()  # the peer's last words may be here already: why it closed, and its last answers
+        self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         """The socket is gone."""
