@@ -31,8 +31,12 @@ class LoopbackWire(Wire):
 
     def _post(self, callback: str, *args: object) -> None:
         other = self._other
-        if other is not None:
+        if other is None:
+            return
+        try:
             other._loop.call_soon_threadsafe(other._arrive, callback, *args)
+        except RuntimeError:  # asyncio: its loop is closed, as a process that has ended
+            self._loop.call_soon_threadsafe(self._arrive, "on_lost", "endpoint closed: the peer's loop has ended")
 
     def _arrive(self, callback: str, *args: object) -> None:
         if self._other is not None:
@@ -80,8 +84,15 @@ class LoopbackPort(Port):
     def __init__(self, loop: Loop, accepted: Callable[[Wire], None]) -> None:
         self.address = f"loopback://{next(_numbers)}"
         self.loop = loop
-        self.accepted = accepted
+        self._accepted = accepted
         _ports[self.address] = self
+
+    def arrived(self, wire: LoopbackWire) -> None:
+        """A connection has come; in our loop, so that we may be closed meanwhile."""
+        if self.address in _ports:
+            self._accepted(wire)
+        else:
+            wire.abandon()
 
     def close(self) -> None:
         _ports.pop(self.address, None)
@@ -113,22 +124,24 @@ class LoopbackCarrier(Carrier):
             nonlocal given_up
             given_up = True
 
-        def finish(ours: LoopbackWire | None) -> None:
+        ours = LoopbackWire(self._loop, address)
+
+        def finish() -> None:
             if given_up:
-                if ours is not None:
-                    ours.abandon()
-            elif ours is None:
+                ours.abandon()
+            elif ours._other is None:
                 failed(PeerLost(f"{address}: can't connect: nobody listens there in this process"))
             else:
                 connected(ours)
 
-        if port is None:
-            self._loop.call_soon(finish, None)
-            return give_up
-        ours, theirs = LoopbackWire(self._loop, address), LoopbackWire(port.loop, "this process")
-        ours._other, theirs._other = theirs, ours
-        port.loop.call_soon_threadsafe(port.accepted, theirs)
-        self._loop.call_soon(finish, ours)
+        self._loop.call_soon(finish)  # before the other side can say anything
+        if port is not None:
+            theirs = LoopbackWire(port.loop, "this process")
+            ours._other, theirs._other = theirs, ours
+            try:
+                port.loop.call_soon_threadsafe(port.arrived, theirs)
+            except RuntimeError:  # asyncio: its loop is closed
+                ours._other = None
         return give_up
 
     def chosen(self) -> dict[str, str]:

@@ -57,10 +57,12 @@ class PlainLoop:
         self._epoll = select.epoll()
         self._readers: dict[int, Callable[..., Any]] = {}
         self._writers: dict[int, Callable[..., Any]] = {}
+        self._fresh: set[int] = set()  # registered since the last look: its events are those of a descriptor before
         self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, _Timer]] = []
         self._n_cancelled = 0  # of them
         self._pollers: dict[Callable[[], bool], float | None] = {}
+        self._arms: dict[Callable[[], bool], Callable[[], bool]] = {}  # by the poller that needs it
         self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
         self.depth = 0  # how many run_until lie within one another
@@ -113,23 +115,34 @@ class PlainLoop:
             self._epoll.modify(fd, mask)
         except FileNotFoundError:
             self._epoll.register(fd, mask)
+            self._fresh.add(fd)
 
     # ------------------------------------------------------------------------------ what they don't have
 
-    def add_poller(self, progress: Callable[[], bool], *, max_sleep_s: float | None = None) -> None:
+    def add_poller(
+        self,
+        progress: Callable[[], bool],
+        *,
+        max_sleep_s: float | None = None,
+        arm: Callable[[], bool] | None = None,
+    ) -> None:
         """Call `progress` in every round, before the loop sleeps; it returns whether it did something: then the next
         round follows at once. It must not wait.
 
         `max_sleep_s` is for a source of events without a descriptor: the loop's sleeps back off up to it. None is for a
         source that has one, given to add_reader as well: sleeps aren't bounded, and while the loop spins it's asked
-        again and again.
+        again and again. `arm` is called before the loop really sleeps, and makes the descriptor tell of what comes;
+        False means that something is there already.
         """
         self._pollers[progress] = max_sleep_s
+        if arm is not None:
+            self._arms[progress] = arm
         self._bound_sleeps()
 
     def remove_poller(self, progress: Callable[[], bool]) -> None:
         """Stop calling it; fine for one that isn't there."""
         self._pollers.pop(progress, None)
+        self._arms.pop(progress, None)
         self._bound_sleeps()
 
     def hurry(self) -> None:
@@ -174,11 +187,15 @@ class PlainLoop:
             pass
 
     def run_until(self, done: Callable[[], bool], end: float | None = None) -> bool:
-        """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False."""
+        """Serve until `done()`, asked after every event: True; or until the time `end` of this loop's clock: False.
+
+        What is there already is served in any case.
+        """
         ready, timers, time = self._ready, self._timers, self.time
         readers, writers = self._readers, self._writers
         if self._pollers:
             self.hurry()
+        looked = False  # at the descriptors: once in any case, so that a caller without time can have them served
         stuck_at = 0.0  # when what was put off is called all the same; 0 while something happens
         self.depth += 1
         try:
@@ -191,6 +208,7 @@ class PlainLoop:
                         callback(*args)
                     except Exception:
                         _report(callback)
+                callback, args = _nothing, ()  # or the last one would live through the sleep, with a payload perhaps
                 if timers and timers[0][0] <= time():
                     self._fire_timers()
                 worked = self._poll() if self._pollers else False
@@ -200,9 +218,9 @@ class PlainLoop:
                 if end is not None or timers:
                     now = time()
                     if end is not None:
-                        if now >= end:
+                        if now >= end and looked:
                             return False
-                        timeout = min(timeout, end - now)
+                        timeout = min(timeout, max(0.0, end - now))
                     if timers:
                         timeout = min(timeout, max(0.0, timers[0][0] - now))
                 if self._put_off and not ready and not worked:
@@ -216,11 +234,14 @@ class PlainLoop:
                     if self._epoll.closed:  # by a callback: nothing can happen any more
                         return done()
                     raise
+                looked = True
                 if stuck_at and (events or ready or time() >= stuck_at):
                     stuck_at = 0.0
                     if not events and not ready:
                         ready.append((self._put_off.pop(), (True,)))
                 for fd, mask in events:
+                    if fd in self._fresh:
+                        continue
                     try:
                         if mask & _READ:
                             callback = readers.get(fd, _nothing)
@@ -236,6 +257,7 @@ class PlainLoop:
                 self.resume()
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
+        self._fresh.clear()
         if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
             end = self.time() + min(self.spin_s, timeout)
             while self.time() < end:
@@ -243,6 +265,8 @@ class PlainLoop:
                 if events or self._ready or (self._pollers and self._poll()):
                     return events
                 os.sched_yield()  # the one that is to answer may wait for this very core
+        if timeout and self._arms and not self._arm():
+            return []
         if timeout and self._back_off is not None:
             timeout = min(timeout, self._back_off.pause_s())
             if 0.0 < timeout < _EPOLL_STEP_S:
@@ -251,6 +275,16 @@ class PlainLoop:
         if not timeout and not self._readers and not self._writers:
             return []
         return self._epoll.poll(timeout)
+
+    def _arm(self) -> bool:
+        """Whether the loop may sleep."""
+        for arm in list(self._arms.values()):
+            try:
+                if not arm():
+                    return False
+            except Exception:
+                _report(arm)
+        return True
 
     def _poll(self) -> bool:
         worked = False

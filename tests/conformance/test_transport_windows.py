@@ -242,7 +242,7 @@ def test_a_peer_that_reads_nothing_takes_bounded_memory(elastic_kind: str) -> No
         assert seen == list(range(200))
         await dialer.close()
 
-    with AsyncServer(elastic_kind, handler, limits=limits) as server:
+    with AsyncServer(elastic_kind, handler, who={"limits": limits}) as server:
         try:
             asyncio.run(main(server.address))
         finally:

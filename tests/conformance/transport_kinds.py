@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from miles_hpc.control.asyncio_face import AsyncTransport
 from miles_hpc.control.auth import new_secret
 from miles_hpc.control.frames import Limits
 from miles_hpc.control.opening import open_blocking_transport, open_transport
@@ -39,6 +40,8 @@ SECRET = new_secret()
 WAIT_S = 60.0
 _STEP_S = 0.02
 
+_made: list[tuple[asyncio.AbstractEventLoop, AsyncTransport]] = []
+
 
 #: A message whose handler may be stopped when its caller gives up.
 CANCELLABLE = Generate(request_id="", session_id="", n_input=0, sampling=SamplingParams(max_new_tokens=1))
@@ -53,15 +56,24 @@ class NotInTheVocabulary(Message, frozen=True, kw_only=True):
     """A message that no decoder knows."""
 
 
-def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: int = 1) -> Credentials:
+def credentials(
+    name: str,
+    *,
+    secret: bytes = SECRET,
+    attempt: int = 1,
+    term: int = 1,
+    on_newer: Callable[[PeerIdentity], None] | None = None,
+) -> Credentials:
     identity = PeerIdentity(role="trainer", name=name, host="host", pid=os.getpid(), attempt=attempt, term=term)
-    return Credentials(secret, identity)
+    return Credentials(secret, identity, on_newer)
 
 
 def make(
     kind: str, name: str, *, version: int = PROTOCOL_VERSION, limits: Limits | None = None, **who: Any
 ) -> Transport:
-    return open_transport(kind, credentials(name, **who), version=version, limits=limits)
+    transport = open_transport(kind, credentials(name, **who), version=version, limits=limits)
+    _made.append((asyncio.get_running_loop(), transport))
+    return transport
 
 
 def make_plain(
@@ -72,10 +84,23 @@ def make_plain(
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(WAIT_S * 2):
-            await main()
+        try:
+            async with asyncio.timeout(WAIT_S * 2):
+                await main()
+        finally:
+            release()
 
     asyncio.run(bounded())
+
+
+def release() -> None:
+    """Give back what the transports of this loop opened: hundreds of tests run in one process."""
+    loop = asyncio.get_running_loop()
+    for entry in list(_made):
+        if entry[0] is loop:
+            _made.remove(entry)
+            if entry[1]._carrier is not None:
+                entry[1]._carrier.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -130,14 +155,23 @@ def plain_pair(
         transport.close()
 
 
+def server_of(face: str, kind: str, handler: Any = None, **options: Any) -> AsyncServer | BlockingServer:
+    """A server of either face; `handler` is a plain function then, echo by default."""
+    server = AsyncServer if face == "asyncio" else BlockingServer
+    return server(kind, handler or plain_echo, **options)
+
+
 class BlockingServer:
     """A blocking listener whose thread serves it while the context is entered."""
 
-    def __init__(self, kind: str, handler: Any = plain_echo, *, limits: Limits | None = None, **options: Any) -> None:
+    def __init__(
+        self, kind: str, handler: Any = plain_echo, *, who: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`who` are arguments of make, as `limits`; `options` those of listen."""
         self.address = ""
         self.transport: BlockingTransport
         self.listener: BlockingListener
-        self._args = (kind, handler, limits, options)
+        self._args = (kind, handler, who or {}, options)
         self._orders: list[tuple[Callable[[], Any], list[Any], threading.Event]] = []
         self._ready = threading.Event()
         self._stopped = False
@@ -167,9 +201,9 @@ class BlockingServer:
         return result[0]
 
     def _run(self) -> None:
-        kind, handler, limits, options = self._args
+        kind, handler, who, options = self._args
         try:
-            self.transport = make_plain(kind, "listener", limits=limits)
+            self.transport = make_plain(kind, "listener", **who)
             try:
                 self.listener = self.transport.listen(handler, **options)
                 self.address = self.listener.address
@@ -194,10 +228,11 @@ class BlockingServer:
 class AsyncServer:
     """An asyncio listener whose loop runs in a thread while the context is entered."""
 
-    def __init__(self, kind: str, handler: Any = echo, *, limits: Limits | None = None, **options: Any) -> None:
+    def __init__(self, kind: str, handler: Any = echo, *, who: dict[str, Any] | None = None, **options: Any) -> None:
+        """`who` are arguments of make, as `limits`; `options` those of listen."""
         self.address = ""
         self.listener: Listener
-        self._args = (kind, handler, limits, options)
+        self._args = (kind, handler, who or {}, options)
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -223,13 +258,14 @@ class AsyncServer:
         return asyncio.run_coroutine_threadsafe(order, self._loop).result(WAIT_S)  # type: ignore[arg-type]
 
     async def _main(self) -> None:
-        kind, handler, limits, options = self._args
+        kind, handler, who, options = self._args
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.listener = await make(kind, "listener", limits=limits).listen(handler, **options)
+        self.listener = await make(kind, "listener", **who).listen(handler, **options)
         self.address = self.listener.address
         self._ready.set()
         await self._stop.wait()
         await self.listener.close()
+        release()
 
     def _run(self) -> None:
         try:
