@@ -190,7 +190,7 @@ class MpiCarrier(Carrier):
             self.world.active.discard(self)
 
     def progress(self) -> bool:
-        if self._progressing:  # a callback that runs the loop
+        if self._progressing or self.world.left:  # _progressing: in a callback that runs the loop
             return False
         self._progressing = True
         try:
@@ -216,9 +216,10 @@ class MpiCarrier(Carrier):
     def _receive(self) -> bool:
         """Take what has come to our lane. What isn't here at once (a rendezvous) holds up its sender's later ones."""
         world, status, late = self.world, self._status, self._late
-        tag = world.lane_tag(self._lane)
+        probe, any_source, tag = world.comm.Iprobe, world.MPI.ANY_SOURCE, world.lane_tag(self._lane)
         taken = 0
-        while taken < _TURN_MESSAGES and world.comm.Iprobe(world.MPI.ANY_SOURCE, tag, status):
+        # MPICH's probe looks first and fetches then, so it's the second one that finds what came during a sleep.
+        while taken < _TURN_MESSAGES and (probe(any_source, tag, status) or probe(any_source, tag, status)):
             rank, n_bytes = status.Get_source(), status.Get_count(world.MPI.BYTE)
             taken += 1
             if n_bytes > ENVELOPE_BYTES:

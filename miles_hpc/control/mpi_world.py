@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -92,6 +93,9 @@ class MpiWorld:
         if self._body_tags < _MIN_BODY_TAGS:
             least = _FIRST_BODY_TAG + _MIN_BODY_TAGS
             raise UserError(f"transport mpi: tags of {self.library} end at {tag_bound}, expected {least} or more")
+        #: This process has ended its part; threads that still run must not touch MPI.
+        self.left = False
+        self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._lanes: set[int] = set()
         #: Carriers with a port or a connection.
@@ -167,13 +171,14 @@ class MpiWorld:
         """At exit: flush, and finalize when that can't hang. Takes at most FLUSH_S + LEAVE_S + _FINALIZE_S."""
         import mpi4py
 
-        if self.MPI.Is_finalized():
+        if os.getpid() != self._pid or self.MPI.Is_finalized():  # a fork has no part in MPI
             return
         crashed = getattr(sys, "last_value", None) is not None
         delivered = self._flush()
+        self.left = True
         if crashed or not delivered or not self._all_leave():
-            if mpi4py.rc.finalize is not False:  # somebody started MPI before us: it would finalize, and hang
-                self.comm.Abort(1)
+            if mpi4py.rc.finalize is not False and self.size > 1:
+                self.comm.Abort(1)  # somebody started MPI before us, so mpi4py would finalize now, and hang
             return
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_FINALIZE_S)
@@ -242,6 +247,8 @@ def enter_world(expected: int | None = None) -> MpiWorld:
             world = MpiWorld(_start_mpi())
             atexit.register(world.leave)
             _world = world
+    if _world.MPI.Is_finalized():
+        raise UserError("transport mpi: MPI has been finalized in this process and can't be started again")
     if expected is None and read("SLURM_STEP_ID"):
         expected = read("PMI_SIZE") or read("SLURM_NTASKS")
     if expected is not None and _world.size != expected:

@@ -62,6 +62,7 @@ class PlainLoop:
         self._timers: list[tuple[float, int, _Timer]] = []
         self._n_cancelled = 0  # of them
         self._pollers: dict[Callable[[], bool], float | None] = {}
+        self._arms: dict[Callable[[], bool], Callable[[], bool]] = {}  # by the poller that needs it
         self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
         self.depth = 0  # how many run_until lie within one another
@@ -118,20 +119,30 @@ class PlainLoop:
 
     # ------------------------------------------------------------------------------ what they don't have
 
-    def add_poller(self, progress: Callable[[], bool], *, max_sleep_s: float | None = None) -> None:
+    def add_poller(
+        self,
+        progress: Callable[[], bool],
+        *,
+        max_sleep_s: float | None = None,
+        arm: Callable[[], bool] | None = None,
+    ) -> None:
         """Call `progress` in every round, before the loop sleeps; it returns whether it did something: then the next
         round follows at once. It must not wait.
 
         `max_sleep_s` is for a source of events without a descriptor: the loop's sleeps back off up to it. None is for a
         source that has one, given to add_reader as well: sleeps aren't bounded, and while the loop spins it's asked
-        again and again.
+        again and again. `arm` is called before the loop really sleeps, and makes the descriptor tell of what comes;
+        False means that something is there already.
         """
         self._pollers[progress] = max_sleep_s
+        if arm is not None:
+            self._arms[progress] = arm
         self._bound_sleeps()
 
     def remove_poller(self, progress: Callable[[], bool]) -> None:
         """Stop calling it; fine for one that isn't there."""
         self._pollers.pop(progress, None)
+        self._arms.pop(progress, None)
         self._bound_sleeps()
 
     def hurry(self) -> None:
@@ -254,6 +265,8 @@ class PlainLoop:
                 if events or self._ready or (self._pollers and self._poll()):
                     return events
                 os.sched_yield()  # the one that is to answer may wait for this very core
+        if timeout and self._arms and not self._arm():
+            return []
         if timeout and self._back_off is not None:
             timeout = min(timeout, self._back_off.pause_s())
             if 0.0 < timeout < _EPOLL_STEP_S:
@@ -262,6 +275,16 @@ class PlainLoop:
         if not timeout and not self._readers and not self._writers:
             return []
         return self._epoll.poll(timeout)
+
+    def _arm(self) -> bool:
+        """Whether the loop may sleep."""
+        for arm in list(self._arms.values()):
+            try:
+                if not arm():
+                    return False
+            except Exception:
+                _report(arm)
+        return True
 
     def _poll(self) -> bool:
         worked = False

@@ -41,6 +41,7 @@ __all__ = ["TcpCarrier", "parse_address"]
 
 _INPUT_BYTES = 64 * 1024
 _STEP_BYTES = 1 << 20  # of a large payload per step: MACed and handed over while it's in the cache
+_READ_BYTES = 256 << 10  # of a large payload that should have arrived before it's read on
 _TURN_BYTES = 8 << 20  # received per callback, so that a large payload leaves room for other wires
 _MAX_PIECES = 512  # below IOV_MAX
 _LENGTH = struct.Struct("<H")
@@ -90,6 +91,7 @@ class TcpWire(Wire):
         self._mac: BodyMac | None = None
         self._body = _EMPTY  # header, payload and MAC of it
         self._body_got = 0
+        self._low_water = 1
         self._closing: TimerHandle | None = None
         self._next_look: TimerHandle | None = None
         _no_delay(sock)
@@ -349,6 +351,16 @@ class TcpWire(Wire):
             self._bulk_arrived(n)
         return start + n
 
+    def _wait_for(self, n_bytes: int) -> None:
+        """Be called when so much has arrived. Of a large payload, thousands of small pieces would else be read."""
+        n_bytes = max(1, min(n_bytes, _READ_BYTES))
+        if n_bytes != self._low_water:
+            self._low_water = n_bytes
+            try:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, n_bytes)
+            except OSError:
+                pass  # only slower; a socket that is gone tells when it's read
+
     def _bulk_arrived(self, n: int) -> None:
         body, head, mac = self._body, self._head, self._mac
         assert head is not None and mac is not None
@@ -356,7 +368,9 @@ class TcpWire(Wire):
         mac.update(body[self._body_got : min(self._body_got + n, end_of_data)])
         self._body_got += n
         if self._body_got < len(body):
+            self._wait_for(len(body) - self._body_got)
             return
+        self._wait_for(1)
         self._body, self._head, self._mac = _EMPTY, None, None
         mac.check(body[end_of_data:])
         payload = body[head.header_bytes : end_of_data].toreadonly()

@@ -4,8 +4,8 @@
     ├─ Path   one UCX endpoint: messages under a tag, to one other worker
     └─ Inbox  what arrives under one tag, in order: small messages by one buffer of all, pieces straight to their place
 
-Callbacks (`done`, `failed`) run inside `progress`, in the order of the messages; never inside UCX, where progress must
-not be called, and never inside `send` or `expect_*`. Nothing of an idle peer is looked at: `progress` costs the same
+Callbacks run inside `progress`, in the order of the messages; never inside UCX, where progress must not be called, and
+never inside `send`. Nothing of an idle peer is looked at: `progress` costs the same
 with one and with 500 of them, plus what has arrived and who has something on its way.
 
     ucx_by_ucxx.py   ucxx                 ucx_by_ucp.py   ucx-py
@@ -68,19 +68,19 @@ class Path(ABC):
 
 
 class Inbox(ABC):
-    """What arrives under one tag."""
+    """What arrives under one tag: small messages, and pieces whenever they were announced."""
 
     @abstractmethod
     def attach(self, path: Path) -> None:
         """Whose messages they are: receives end with that path. Nothing is delivered before. May be another one later."""
 
     @abstractmethod
-    def expect_message(self, done: Callable[[memoryview], None]) -> None:
-        """The next message is a small one. `done` gets at least its bytes, in memory that is used again after it."""
+    def listen(self, on_message: Callable[[memoryview], None]) -> None:
+        """Take small messages: `on_message` gets at least their bytes, in memory that is used again afterwards."""
 
     @abstractmethod
     def expect_piece(self, target: memoryview, done: Done) -> None:
-        """The next message fills `target` exactly."""
+        """Inside `on_message` only: the next message fills `target` exactly, or the one after those announced before."""
 
     @abstractmethod
     def close(self) -> None:

@@ -78,35 +78,40 @@ class _UcpPath(Path):
 
 
 class _UcpInbox(Inbox):
-    """One receive is posted for each message that is expected."""
+    """One receive is posted for each message that is expected: a small one, or the pieces that were announced."""
 
     def __init__(self, api: UcpApi, tag: int, failed: Callable[[str], None]) -> None:
         self._api = api
         self._tag = tag
         self._failed = failed
         self._path: _UcpPath | None = None
-        self._waiting: list[tuple[memoryview, Callable[[], None], bool]] = []
+        self._on_message: Callable[[memoryview], None] | None = None
         self._room = memoryview(bytearray(MESSAGE_BYTES))
+        self._n_posted = 0
         self._open = True
 
     def attach(self, path: Path) -> None:
         assert isinstance(path, _UcpPath)
         self._path = path
-        waiting, self._waiting = self._waiting, []
-        for expected in waiting:
-            self._post(*expected)
+        self._post_next()
 
-    def expect_message(self, done: Callable[[memoryview], None]) -> None:
-        self._post(self._room, lambda: done(self._room), True)
+    def listen(self, on_message: Callable[[memoryview], None]) -> None:
+        self._on_message = on_message
+        self._post_next()
 
     def expect_piece(self, target: memoryview, done: Done) -> None:
         self._post(target, done, False)
 
+    def _post_next(self) -> None:
+        """For the next small message, unless pieces are expected before it."""
+        on_message = self._on_message
+        if self._open and self._path is not None and on_message is not None and not self._n_posted:
+            self._post(self._room, lambda: on_message(self._room), True)
+
     def _post(self, target: memoryview, done: Done, shorter: bool) -> None:
         api, path = self._api, self._path
-        if path is None:
-            self._waiting.append((target, done, shorter))
-            return
+        assert path is not None
+        self._n_posted += 1
         array = api.array(target)
         number = api.pin(array)
         told = False
@@ -131,14 +136,17 @@ class _UcpInbox(Inbox):
             received(None, None)
 
     def _complete(self, target: memoryview, done: Done, shorter: bool, error: Exception | None) -> None:
+        self._n_posted -= 1
         if not self._open:
             return
         if error is None:
             done()
+            self._post_next()
+        elif self._path is None or not self._path.alive:
+            return  # the path tells
         elif isinstance(error, self._api.cancelled):  # with the path that it was posted for
-            if self._path is not None and self._path.alive:
-                self._post(target, done, shorter)
-        elif self._path is not None and self._path.alive:
+            self._post(target, done, shorter)
+        else:
             self._open = False
             self._failed(f"protocol error: {error}")
 

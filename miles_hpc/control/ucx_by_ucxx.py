@@ -27,8 +27,6 @@ _keep, _let_go = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
 _keep.argtypes = _let_go.argtypes = [ctypes.py_object]
 _keep.restype = _let_go.restype = None
 
-#: By default UCX waits inside connect(2) for a host that doesn't answer, and everything of this process with it.
-_SETTINGS = {"TCP_CONN_NB": "y"}
 _ARRIVALS = 256  # taken per call of progress, so that a flood leaves room for other wires
 
 
@@ -109,91 +107,105 @@ class _UcxxInbox(Inbox):
         self._tag = tag
         self._failed = failed
         self._path: _UcxxPath | None = None
-        self._wanted: deque[tuple[memoryview | None, Callable[..., None]]] = deque()
-        self._arrived: deque[Any] = deque()  # not wanted yet
-        self._coming: deque[tuple[Any, memoryview | None, Callable[..., None]]] = deque()
+        self._on_message: Callable[[memoryview], None] | None = None
+        self._wanted: deque[tuple[memoryview, Done]] = deque()  # pieces
+        self._arrived: deque[Any] = deque()  # not begun to be received
+        self._coming: deque[tuple[Any, memoryview, Done | None]] = deque()
         self._open = True
+        self.ready = False  # for a small message, with nothing before it
 
     def attach(self, path: Path) -> None:
         assert isinstance(path, _UcxxPath)
         self._path = path
-        self._look()
+        self._settle()
 
-    def expect_message(self, done: Callable[[memoryview], None]) -> None:
-        self._wanted.append((None, done))
-        self._look()
+    def listen(self, on_message: Callable[[memoryview], None]) -> None:
+        self._on_message = on_message
+        self._settle()
 
     def expect_piece(self, target: memoryview, done: Done) -> None:
         self._wanted.append((target, done))
-        self._look()
 
-    def _look(self) -> None:
-        if self._arrived:  # what is here already is for the next progress
+    def _settle(self) -> None:
+        """Whether the next message can be received at once, as nearly all are."""
+        attached = self._open and self._path is not None and self._on_message is not None
+        self.ready = attached and not (self._wanted or self._arrived or self._coming)
+        if attached and not self.ready:
             self._api.receivers[self] = None
             self._api.unseen = True
 
-    def arrive(self, probe: Any) -> None:
-        """A message was found. Called by progress."""
-        if not self._wanted or self._arrived or self._path is None:
-            self._arrived.append(probe)
+    def small(self, probe: Any) -> None:
+        """A message was found while the inbox was ready. Called by progress."""
+        path, on_message = self._path, self._on_message
+        assert path is not None and on_message is not None
+        if probe.length > MESSAGE_BYTES:
+            self._wrong_size(probe, f"at most {MESSAGE_BYTES}")
+            return
+        room, array = self._api.room
+        request = path.endpoint.tag_recv_with_handle(array, probe)
+        if request.completed:
+            if self._went_well(request):
+                on_message(room)
+                if self._wanted:
+                    self._settle()
         else:
-            self._receive(probe)
+            self._api.new_room()  # this one is taken until the request ends
+            self._coming.append((request, room, None))
+            self._settle()
+
+    def arrive(self, probe: Any) -> None:
+        """A message was found while the inbox wasn't ready. Called by progress."""
+        self._arrived.append(probe)
+        self._api.receivers[self] = None
 
     def reap(self) -> bool:
-        """Report what has come, oldest first, and begin what has arrived. Returns whether there was anything."""
-        coming = self._coming
+        """Begin to receive what has arrived, report what has come, oldest first. Returns whether there was anything."""
         worked = False
-        while True:
-            while coming and coming[0][0].completed:
-                self._complete(*coming.popleft())
-                worked = True
-            if not (self._arrived and self._wanted and self._path is not None):
+        while self._open and self._path is not None and self._on_message is not None:
+            if self._coming and self._coming[0][0].completed:
+                request, target, done = self._coming.popleft()
+                if self._went_well(request):
+                    if done is None:
+                        self._on_message(target)
+                    else:
+                        done()
+            elif self._arrived and self._wanted:
+                self._receive(self._arrived.popleft())
+            elif self._arrived and not self._coming:
+                self.small(self._arrived.popleft())
+            else:
                 break
-            self._receive(self._arrived.popleft())
             worked = True
-        if not coming:
+        if not self._open:
+            while self._coming and self._coming[0][0].completed:
+                self._coming.popleft()
+        if not (self._coming or (self._arrived and self._path is not None)):
             self._api.receivers.pop(self, None)
+            self._settle()
         return worked
 
     def _receive(self, probe: Any) -> None:
-        path, api = self._path, self._api
-        assert path is not None
+        """Begin to receive a piece."""
+        assert self._path is not None
         target, done = self._wanted.popleft()
-        n = probe.length
-        limit = MESSAGE_BYTES if target is None else target.nbytes
-        if n > limit or (target is not None and n < limit):
-            api.discard(probe)
-            self._fail(f"protocol error: message of {n} bytes, expected {'at most ' if target is None else ''}{limit}")
+        if probe.length != target.nbytes:
+            self._wrong_size(probe, str(target.nbytes))
             return
-        if target is None:
-            room, array = api.room
-            request = path.endpoint.tag_recv_with_handle(array, probe)
-            if request.completed and not self._coming:
-                self._complete(request, None, done)
-                return
-            api.new_room()  # this one is taken until the request ends
-            self._coming.append((request, room, lambda: done(room)))
-        else:
-            request = path.endpoint.tag_recv_with_handle(api.array(target), probe)
-            if request.completed and not self._coming:
-                self._complete(request, target, done)
-                return
-            self._coming.append((request, target, done))
-        api.receivers[self] = None
+        request = self._path.endpoint.tag_recv_with_handle(self._api.array(target), probe)
+        self._coming.append((request, target, done))
 
-    def _complete(self, request: Any, target: memoryview | None, done: Callable[..., None]) -> None:
-        if not self._open:
-            return
+    def _went_well(self, request: Any) -> bool:
         try:
             request.check_error()
-        except Exception as error:
+        except Exception as error:  # UCX's errors have no common base of ours
             if self._path is not None and self._path.alive:
                 self._fail(f"endpoint closed: {error}")
-            return  # else the path tells
-        if target is None:
-            done(self._api.room[0])
-        else:
-            done()
+            return False  # else the path tells
+        return True
+
+    def _wrong_size(self, probe: Any, expected: str) -> None:
+        self._api.discard(probe)
+        self._fail(f"protocol error: message of {probe.length} bytes, expected {expected}")
 
     def _fail(self, reason: str) -> None:
         if self._open:
@@ -202,7 +214,7 @@ class _UcxxInbox(Inbox):
 
     def close(self) -> None:
         if self._open:
-            self._open = False
+            self._open = self.ready = False
             self._api.inboxes.pop(self._tag, None)
             self._wanted.clear()
             while self._arrived:
@@ -222,7 +234,7 @@ class UcxxApi(UcxApi):
         self.tag = Tag
         self._module = module
         self._any, self._no_mask = Tag(0), TagMask(0)
-        self._context = module.UCXContext(_SETTINGS, feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
+        self._context = module.UCXContext({}, feature_flags=(module.Feature.TAG, module.Feature.WAKEUP))
         self._worker = module.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         for lasting in (self._context, self._worker):  # the interpreter's end would destroy them
@@ -247,7 +259,8 @@ class UcxxApi(UcxApi):
         module = self._module
         try:
             where = module.UCXAddress.create_from_buffer(bytearray(address))
-            endpoint = module.UCXEndpoint.create_from_worker_address(self._worker, where, False)
+            # With error handling: without it a dead peer's endpoint never ends, and closing one may wait for ever.
+            endpoint = module.UCXEndpoint.create_from_worker_address(self._worker, where, True)
         except Exception as error:
             raise ConnectionError(str(error)) from error
         return _UcxxPath(self, endpoint, failed)
@@ -260,7 +273,7 @@ class UcxxApi(UcxApi):
         worker = self._worker
         worker.progress()
         self.unseen = worked = False
-        probe_for, anything, no_mask = worker.tag_probe, self._any, self._no_mask
+        probe_for, anything, no_mask, inboxes = worker.tag_probe, self._any, self._no_mask, self.inboxes
         if self.senders:
             for path in list(self.senders):
                 worked = path.reap() or worked
@@ -272,11 +285,14 @@ class UcxxApi(UcxApi):
             if not probe.matched:
                 break
             worked = True
-            known = self.inboxes.get(probe.sender_tag.value)
-            if known is None:
+            inbox = inboxes.get(probe.sender_tag.value)
+            if inbox is None:
                 self.discard(probe)
+            elif inbox.ready:
+                inbox.small(probe)
             else:
-                known.arrive(probe)
+                inbox.arrive(probe)
+                inbox.reap()
         else:
             self.unseen = True
         while self.ended:  # after what they sent before

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
+from miles_hpc.control.dead_paths import keep_alive
 from miles_hpc.control.wire import Loop
 
 __all__ = ["MAX_LINE_BYTES", "Line"]
@@ -54,6 +55,7 @@ class Line:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             pass  # the peer is gone already; reading will tell
+        keep_alive(sock)  # idle nearly always, so that probes alone find a host that has gone
         loop.add_reader(self._fd, self._readable)
 
     def believe(self) -> None:

@@ -99,6 +99,10 @@ def piece_bytes(n_header: int, n_payload: int) -> Iterator[int]:
             yield min(PIECE_BYTES, total - start)
 
 
+def _nothing() -> None:
+    return
+
+
 def header_inline(n_header: int) -> bool:
     """Whether a large frame's header travels in its first message."""
     return HEAD_BYTES + TAG_BYTES + n_header <= PACK_BYTES
@@ -165,9 +169,11 @@ class UcxWorker:
                 self._idle.cancel()
                 self._idle = None
             loop: Any = self.loop
-            loop.add_reader(self.api.fd, self._turn)
-            if hasattr(loop, "add_poller"):  # while it spins: messages without the detour through the descriptor
-                loop.add_poller(self._look)
+            if hasattr(loop, "add_poller"):  # asked in every round, armed only before a sleep
+                loop.add_reader(self.api.fd, _nothing)
+                loop.add_poller(self._progress, arm=self.api.arm)
+            else:
+                loop.add_reader(self.api.fd, self._turn)
 
     def leave(self) -> None:
         """A wire is closed."""
@@ -176,7 +182,7 @@ class UcxWorker:
             loop: Any = self.loop
             loop.remove_reader(self.api.fd)
             if hasattr(loop, "remove_poller"):
-                loop.remove_poller(self._look)
+                loop.remove_poller(self._progress)
             self._idle = self.loop.call_later(IDLE_S, self._idled)
 
     def path_to(self, address: bytes) -> SharedPath:
@@ -215,16 +221,15 @@ class UcxWorker:
 
     def drain(self) -> None:
         """Deliver what has arrived."""
-        if not self._inside:
-            self._look()
+        self._progress()
 
-    def _look(self) -> bool:
-        """For loops that poll: returns whether there was anything."""
+    def _progress(self) -> bool:
+        """Returns whether there was anything."""
         if self._inside:
             return False
         self._inside = True
         try:
-            return self.api.progress() or not self.api.arm()
+            return self.api.progress()
         finally:
             self._inside = False
 
@@ -233,7 +238,7 @@ class UcxWorker:
         if self._inside:
             return
         for _ in range(_ROUNDS):
-            if not self._look():
+            if not self._progress() and self.api.arm():
                 return
         self.kick()  # still busy: let others run in between
 
@@ -248,7 +253,7 @@ class UcxWorker:
         """Give the UCX worker back, unless it still has something to send. No wire is open."""
         assert self._api is not None
         for _ in range(_ROUNDS):
-            if not self._look():
+            if not self._progress():
                 break
         if self._left or any(path.unheard or path.path.busy for path in self._paths.values()):
             return False
@@ -279,18 +284,17 @@ class SharedPath:
         self.wires: set[UcxWire] = set()
         self.unheard = False  # something was sent of which we don't know that it arrived
         self._worker = worker
-        self._heard = False
+        self.heard = False
         self.path: Path = worker.api.connect(address, self.fail)
 
-    def heard(self, remote: str) -> None:
-        """A message has come, so UCX has settled on its transports."""
-        if not self._heard:
-            self._heard = True
-            logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
+    def hear(self, remote: str) -> None:
+        """The first message has come, so UCX has settled on its transports."""
+        self.heard = True
+        logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
 
     def agree(self, number: int) -> bool:
         """The peer tells the number of its end. False when it isn't the end that we have talked to."""
-        if self.peer_number is not None and self.peer_number != number and self._heard:
+        if self.peer_number is not None and self.peer_number != number and self.heard:
             return False
         self.peer_number = number
         return True
@@ -392,7 +396,7 @@ class UcxWire(Wire):
         api = self._worker.api
         tag = secrets.randbits(64)
         self._inbox = api.inbox(tag, self._broken)
-        self._inbox.expect_message(self._message_arrived)
+        self._inbox.listen(self._message_arrived)
         where = msgspec.msgpack.encode(_Where(api.address, tag))
         if len(where) > MAX_LINE_BYTES - HEAD_BYTES - TAG_BYTES:
             raise UserError(
@@ -490,8 +494,16 @@ class UcxWire(Wire):
         return small <= INLINE_BYTES
 
     def flush(self) -> None:
-        if self._out:
-            self._pump()
+        out, path = self._out, self._path
+        if not out or path is None:
+            return
+        if len(out) == 1 and not self._on_its_way and not self._was_high and not self._pumping:
+            frame = out[0]
+            if isinstance(frame, bytes):  # by far the most frequent case
+                out.clear()
+                self._post(path, _LENGTH.pack(len(frame)) + frame, len(frame))
+                return
+        self._pump()
 
     def _pump(self) -> None:
         """Hand to UCX what is queued, as long as not too much is on its way."""
@@ -578,10 +590,11 @@ class UcxWire(Wire):
 
     def _message_arrived(self, data: memoryview) -> None:
         """A message of small frames, or the first one of a large frame."""
-        opener = self._opener
-        assert opener is not None and self._inbox is not None and self._shared is not None
+        opener, shared = self._opener, self._shared
+        assert opener is not None and shared is not None
         self._n_received += 1
-        self._shared.heard(self.remote)
+        if not shared.heard:
+            shared.hear(self.remote)
         try:
             (n,) = _LENGTH.unpack_from(data)
             start, stop = _LENGTH.size, _LENGTH.size + n
@@ -610,8 +623,8 @@ class UcxWire(Wire):
         except MemoryError:
             self._violated("no memory for a frame of the announced size")
             return
-        self._inbox.expect_message(self._message_arrived)
-        self._check_last_words()
+        if self._last_words is not None:
+            self._check_last_words()
 
     def _begin_large(self, head: Head, data: memoryview) -> None:
         """Check the head, allocate the frame's own buffer, and expect each piece at its place."""
@@ -641,7 +654,7 @@ class UcxWire(Wire):
 
     def _body_arrived(self) -> None:
         head, mac, body = self._head, self._mac, self._body
-        assert head is not None and mac is not None and self._inbox is not None
+        assert head is not None and mac is not None
         self._n_received += 1
         self._head, self._mac, self._body = None, None, _EMPTY
         end_of_data = len(body) - TAG_BYTES
@@ -652,8 +665,7 @@ class UcxWire(Wire):
             return
         payload = body[head.header_bytes : end_of_data].toreadonly()
         self.on_frame(head.kind, head.call_id, bytes(body[: head.header_bytes]), payload)
-        if self._reading:
-            self._inbox.expect_message(self._message_arrived)
+        if self._last_words is not None:
             self._check_last_words()
 
     def _violated(self, reason: str) -> None:
