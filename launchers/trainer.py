@@ -43,6 +43,10 @@ def main() -> int:
         from miles_hpc.control.mpi import open_world
         from miles_hpc.trainer.role import run_trainer
 
+        if run.control.transport == "ucx":
+            from miles_hpc.control.ucx_api import find_ucx
+
+            find_ucx()  # before MPI, and in all ranks: it says why
         trainer = run.groups.trainer
         group = open_world(trainer.nodes * trainer.ranks_per_node)
         # Not before: with memory reused, MPICH 5.0.2 sent its address over PMI with an end that depended on what lay
