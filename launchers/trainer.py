@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from miles_hpc.core import exits
@@ -41,8 +42,12 @@ def main() -> int:
         sys.path[:0] = run.python_path
 
         from miles_hpc.control.mpi import open_world
+        from miles_hpc.control.opening import open_carrier
         from miles_hpc.trainer.role import run_trainer
 
+        # Before MPI: MPICH's package brings a UCX of its own. Whichever is loaded first serves both, and MPI runs on
+        # the newer one, while ucxx doesn't find all it needs in the older one.
+        open_carrier(run.control.transport)
         trainer = run.groups.trainer
         group = open_world(trainer.nodes * trainer.ranks_per_node)
         # Not before: with memory reused, MPICH 5.0.2 sent its address over PMI with an end that depended on what lay
@@ -80,7 +85,11 @@ def keep_freed_memory() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+        code = exits.FAILED  # and not the interpreter's own end, in which MPI waits for the other ranks
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of torch and MPI don't survive the interpreter's teardown in good order

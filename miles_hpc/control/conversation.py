@@ -88,42 +88,29 @@ def _content(result: Message | tuple[Message, Sequence[Buffer]] | None) -> tuple
     return encode(message), views, n_bytes
 
 
-class Exchange:
-    """One call, stream or notify of ours. `result` is None until it has ended; then a Reply or an error."""
+class Exchange(msgspec.Struct, eq=False):
+    """One call, stream or notify of ours. `result` is None until it has ended; then a Reply or an error.
 
-    __slots__ = (
-        "_name",
-        "call_id",
-        "cost",
-        "end",
-        "header",
-        "item_room",
-        "kind",
-        "on_done",
-        "on_item",
-        "result",
-        "start",
-        "views",
-    )
+    A struct, as Incoming is: it's made in C, once for every call.
+    """
 
-    def __init__(self, kind: int, name: str, header: bytes, views: list[memoryview], cost: int) -> None:
-        self.kind = kind
-        self.header = header
-        self.views = views
-        self.cost = cost  # bytes of the peer's window
-        self.call_id = 0  # 0 until it has left
-        self.item_room = STREAM_WINDOW  # items that the peer may still send
-        self.start = 0.0
-        self.end = 0.0
-        self.result: Reply | Exception | None = None
-        self.on_done: Callable[[Exchange], None] | None = None
-        self.on_item: Callable[[Reply], None] | None = None
-        self._name = name
+    kind: int
+    name: str
+    header: bytes
+    views: Sequence[memoryview]
+    cost: int  # bytes of the peer's window
+    call_id: int = 0  # 0 until it has left
+    item_room: int = STREAM_WINDOW  # items that the peer may still send
+    start: float = 0.0
+    end: float = 0.0
+    result: Reply | Exception | None = None
+    on_done: Callable[[Exchange], None] | None = None
+    on_item: Callable[[Reply], None] | None = None
 
     def expired(self, peer: str, now: float) -> DeadlineExpired:
         """The error of a deadline that has passed."""
         limit = self.end - self.start
-        return DeadlineExpired(f"{peer}: {self._name}: nothing after {now - self.start:.1f} s (limit {limit:.1f} s)")
+        return DeadlineExpired(f"{peer}: {self.name}: nothing after {now - self.start:.1f} s (limit {limit:.1f} s)")
 
     def settle(self, result: Reply | Exception) -> None:
         """End it, unless it has ended."""
@@ -133,22 +120,19 @@ class Exchange:
                 self.on_done(self)
 
 
-class Incoming:
+class Incoming(msgspec.Struct, eq=False):
     """A message of the peer that a handler works on."""
 
-    __slots__ = ("call_id", "cost", "credit", "held", "kind", "message", "more", "payload", "stop", "unwanted")
-
-    def __init__(self, kind: int, call_id: int, message: Message, payload: memoryview, cost: int) -> None:
-        self.kind = kind
-        self.call_id = call_id
-        self.message = message
-        self.payload = payload
-        self.cost = cost
-        self.credit = STREAM_WINDOW  # items that may still be sent
-        self.held = False  # not given to the face yet
-        self.unwanted = False  # the caller gave up; for faces that begin handlers later
-        self.stop: Callable[[], None] | None = None  # set by the face: end the handler, nobody waits for it
-        self.more: Callable[[], None] | None = None  # set by the face: `ready_for_item` may have become true
+    kind: int
+    call_id: int
+    message: Message
+    payload: memoryview
+    cost: int
+    credit: int = STREAM_WINDOW  # items that may still be sent
+    held: bool = False  # not given to the face yet
+    unwanted: bool = False  # the caller gave up; for faces that begin handlers later
+    stop: Callable[[], None] | None = None  # set by the face: end the handler, nobody waits for it
+    more: Callable[[], None] | None = None  # set by the face: `ready_for_item` may have become true
 
     @property
     def wants_stream(self) -> bool:
@@ -225,8 +209,10 @@ class Conversation:
     ) -> Exchange:
         """Start a call or a stream. Raises PeerLost, ProtocolError when it's larger than the limits."""
         exchange = self._exchange(_STREAM if stream else _CALL, message, payload)
-        exchange.on_done = on_done
-        exchange.on_item = on_item
+        if on_done is not None:
+            exchange.on_done = on_done
+        if on_item is not None:
+            exchange.on_item = on_item
         now = self._loop.time()
         exchange.start = now
         exchange.end = end = now + deadline_s
@@ -266,10 +252,10 @@ class Conversation:
         if self.is_closed:
             raise self.peer_lost()
         header = encode(message)
+        views: Sequence[memoryview] = ()
+        n_bytes = 0
         if payload:
             views, n_bytes = byte_views(payload)
-        else:
-            views, n_bytes = [], 0
         n_header = len(header)
         if n_header > self._limits.header_bytes or n_bytes > self._limits.payload_bytes:
             raise ProtocolError(
@@ -296,9 +282,10 @@ class Conversation:
     def _dispatch(self, exchange: Exchange) -> None:
         self._used_messages += 1
         self._used_bytes += exchange.cost
-        header, views = exchange.header, exchange.views
-        exchange.header, exchange.views = b"", []
-        n_bytes = exchange.cost - len(header) if views else 0
+        header, views, n_bytes = exchange.header, exchange.views, 0
+        if views:
+            n_bytes = exchange.cost - len(header)
+            exchange.header, exchange.views = b"", ()  # not to live as long as the exchange
         if exchange.kind == _NOTIFY:
             self._notified_messages += 1
             self._notified_bytes += exchange.cost

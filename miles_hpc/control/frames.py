@@ -30,8 +30,10 @@ from miles_hpc.core.errors import AuthenticationError, ProtocolError
 from miles_hpc.core.transport import Buffer
 
 __all__ = [
+    "HEAD",
     "HEAD_BYTES",
     "INLINE_BYTES",
+    "MAX_KIND",
     "TAG_BYTES",
     "BodyMac",
     "Failure",
@@ -51,7 +53,7 @@ HEAD_BYTES = 24
 #: A frame of at most so many bytes, MAC included, is small.
 INLINE_BYTES = 16 * 1024
 
-_HEAD = struct.Struct("<BxxxIQQ")
+HEAD = struct.Struct("<BxxxIQQ")
 _SEQUENCE = struct.Struct("<Q")
 _NUMBERED_HEAD = struct.Struct("<QBxxxIQQ")  # what the MAC of a small frame begins with
 _ALIGNMENT = 64
@@ -73,7 +75,7 @@ class Frame(enum.IntEnum):
     CREDIT = 11  # window given back: for notifies (call id 0), or for the items of a stream; header is Credit
 
 
-_MAX_KIND = 11
+MAX_KIND = 11
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +163,7 @@ class Sealer(_Direction):
         Raises ProtocolError when it's larger than the limits.
         """
         check_sizes(self._limits, len(header), payload_bytes)
-        head = _HEAD.pack(kind, len(header), payload_bytes, call_id)
+        head = HEAD.pack(kind, len(header), payload_bytes, call_id)
         tag = self._head_tag(head)
         mac = BodyMac(self._body_key, self._sequence)
         self._sequence += 1
@@ -194,8 +196,8 @@ class Opener(_Direction):
 
 def read_head(data: Buffer, offset: int = 0) -> Head:
     """The head at `offset`. Raises ProtocolError for an unknown kind."""
-    head = Head._make(_HEAD.unpack_from(data, offset))
-    if not 1 <= head[0] <= _MAX_KIND:
+    head = Head._make(HEAD.unpack_from(data, offset))
+    if not 1 <= head[0] <= MAX_KIND:
         raise ProtocolError(f"frame of unknown kind {head[0]}")
     return head
 

@@ -195,6 +195,7 @@ class PlainLoop:
         readers, writers = self._readers, self._writers
         if self._pollers:
             self.hurry()
+        spins = self.spin_s > 0.0 and self._back_off is None  # a back-off has eager looks of its own
         looked = False  # at the descriptors: once in any case, so that a caller without time can have them served
         stuck_at = 0.0  # when what was put off is called all the same; 0 while something happens
         self.depth += 1
@@ -214,22 +215,26 @@ class PlainLoop:
                 worked = self._poll() if self._pollers else False
                 if done():
                     return True
-                timeout = 0.0 if ready or worked else _LONGEST_WAIT_S
-                if end is not None or timers:
-                    now = time()
-                    if end is not None:
-                        if now >= end and looked:
-                            return False
-                        timeout = min(timeout, max(0.0, end - now))
-                    if timers:
-                        timeout = min(timeout, max(0.0, timers[0][0] - now))
-                if self._put_off and not ready and not worked:
-                    stuck_at = stuck_at or time() + _STUCK_S
-                    timeout = min(timeout, _STUCK_S)
-                else:
-                    stuck_at = 0.0
+                self._fresh.clear()
+                busy = bool(ready) or worked
                 try:
-                    events = self._look(timeout)
+                    events = [] if busy or not spins else self._spin()
+                    if not events:
+                        timeout = 0.0 if busy or ready else _LONGEST_WAIT_S
+                        if end is not None or timers:
+                            now = time()
+                            if end is not None:
+                                if now >= end and looked:
+                                    return False
+                                timeout = min(timeout, max(0.0, end - now))
+                            if timers:
+                                timeout = min(timeout, max(0.0, timers[0][0] - now))
+                        if self._put_off and not busy and not ready:
+                            stuck_at = stuck_at or time() + _STUCK_S
+                            timeout = min(timeout, _STUCK_S)
+                        else:
+                            stuck_at = 0.0
+                        events = self._look(timeout)
                 except ValueError:
                     if self._epoll.closed:  # by a callback: nothing can happen any more
                         return done()
@@ -256,15 +261,19 @@ class PlainLoop:
             if self._put_off:
                 self.resume()
 
-    def _look(self, timeout: float) -> list[tuple[int, int]]:
-        self._fresh.clear()
-        if self.spin_s and timeout and self._back_off is None:  # a back-off has eager looks of its own
-            end = self.time() + min(self.spin_s, timeout)
-            while self.time() < end:
-                events = self._epoll.poll(0)
-                if events or self._ready or (self._pollers and self._poll()):
-                    return events
+    def _spin(self) -> list[tuple[int, int]]:
+        """Look again and again for `spin_s`, until something is there."""
+        poll = self._epoll.poll
+        events = poll(0)
+        if not events:
+            end = self.time() + self.spin_s
+            while not events and not self._ready and not (self._pollers and self._poll()) and self.time() < end:
                 os.sched_yield()  # the one that is to answer may wait for this very core
+                events = poll(0)
+        return events
+
+    def _look(self, timeout: float) -> list[tuple[int, int]]:
+        """Look once, and sleep until something is there or the time is over."""
         if timeout and self._arms and not self._arm():
             return []
         if timeout and self._back_off is not None:

@@ -24,15 +24,16 @@ from collections.abc import Callable, Sequence
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
 from miles_hpc.control.dead_paths import LOOK_S, UNANSWERED_S, keep_alive, unanswered_s
 from miles_hpc.control.frames import (
+    HEAD,
     HEAD_BYTES,
     INLINE_BYTES,
+    MAX_KIND,
     TAG_BYTES,
     BodyMac,
     Head,
     Opener,
     Sealer,
     aligned_buffer,
-    read_head,
 )
 from miles_hpc.control.wire import LOW_WATER_BYTES, Carrier, Loop, Port, TimerHandle, Wire
 from miles_hpc.core.errors import AuthenticationError, PeerLost, ProtocolError, UserError
@@ -44,6 +45,7 @@ _STEP_BYTES = 1 << 20  # of a large payload per step: MACed and handed over whil
 _READ_BYTES = 256 << 10  # of a large payload that should have arrived before it's read on
 _TURN_BYTES = 8 << 20  # received per callback, so that a large payload leaves room for other wires
 _MAX_PIECES = 512  # below IOV_MAX
+_SMALL_BODY_BYTES = INLINE_BYTES - HEAD_BYTES - TAG_BYTES
 _LENGTH = struct.Struct("<H")
 _EMPTY = memoryview(b"")
 
@@ -125,8 +127,15 @@ class TcpWire(Wire):
         assert sealer is not None, "frames before start_frames"
         if not self._open:
             return False
-        if HEAD_BYTES + len(header) + n_bytes + TAG_BYTES <= INLINE_BYTES:
-            self._queue(sealer.small(kind, call_id, header, b"".join(views) if views else b""))
+        if len(header) + n_bytes <= _SMALL_BODY_BYTES:
+            data = sealer.small(kind, call_id, header, b"".join(views) if views else b"")
+            if self._backlog or self._queued >= LOW_WATER_BYTES:
+                self._queue(data)
+            else:  # as _queue, which is called for the rest
+                n = len(data)
+                self._queued += n
+                self._ready_until += n
+                self._pieces.append(data)
             return True
         prefix, mac = sealer.large(kind, call_id, header, n_bytes)
         mac.update(header)
@@ -304,20 +313,21 @@ class TcpWire(Wire):
             available = stop - start
             if available < HEAD_BYTES:
                 break
-            head = read_head(view, start)
-            kind, n_header, n_payload, call_id = head
-            total = HEAD_BYTES + n_header + n_payload + TAG_BYTES
-            if total > INLINE_BYTES:
+            kind, n_header, n_payload, call_id = HEAD.unpack_from(view, start)
+            if not 1 <= kind <= MAX_KIND:
+                raise ProtocolError(f"frame of unknown kind {kind}")
+            if n_header + n_payload > _SMALL_BODY_BYTES:
                 if available < HEAD_BYTES + TAG_BYTES:
                     break
-                start = self._begin_large(head, start, stop)
+                start = self._begin_large(Head(kind, n_header, n_payload, call_id), start, stop)
                 continue
+            cut = HEAD_BYTES + n_header
+            total = cut + n_payload + TAG_BYTES
             if available < total:
                 break
             frame = bytes(view[start : start + total])
             opener.small(frame)
             start += total
-            cut = HEAD_BYTES + n_header
             payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
             self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
         if start < stop and self._reading:

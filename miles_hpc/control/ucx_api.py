@@ -137,6 +137,11 @@ def find_ucx() -> Callable[[], UcxApi]:
         os.environ.setdefault(name, value)
     try:
         import ucxx._lib.libucxx as ucxx
+    except OSError as clash:
+        raise UserError(
+            f"transport ucx: {clash}; the library of another UCX is loaded in this process, probably MPI's: "
+            "open the ucx transport before MPI is started"
+        ) from clash
     except ImportError as missing:
         try:
             from ucp._libs import ucx_api as ucp

@@ -54,11 +54,16 @@ def span(box: Box, folder: Path, program: str, *, mpi: str, options: str = "", e
     return out.read_text()
 
 
-def conformance(box: Box, folder: Path, kind: str, interface: str) -> None:
+def why_not(kind: str) -> str:
+    """Why a kind of transport can't be opened here, empty when it can."""
     try:
         open_carrier(kind)
     except UserError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return ""
+
+
+def conformance(box: Box, folder: Path, kind: str, interface: str) -> None:
     program = f"-m tests.conformance.transport_program {kind} {folder} --interface={interface}"
     mpi = "pmi2" if kind == "mpi" else "none"
     said = span(box, folder, program, mpi=mpi, options="--kill-on-bad-exit=1")
@@ -70,6 +75,8 @@ def conformance(box: Box, folder: Path, kind: str, interface: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mpi", "tcp", "ucx", "loopback"])
 def test_the_contract_between_three_het_groups(clean_box: Box, folder: Path, kind: str) -> None:
+    if reason := why_not(kind):
+        pytest.skip(reason)
     conformance(clean_box, folder, kind, "lo")
 
 
@@ -82,7 +89,8 @@ def test_the_contract_between_hosts(folder: Path) -> None:
         pytest.skip("network namespaces need root")
     with fresh_box(BoxSpec.parse("trainer:2,rollout:1,sandbox:1", netns=True)) as box:
         for kind in ("mpi", "tcp", "ucx"):
-            conformance(box, folder, kind, "")
+            if not why_not(kind):
+                conformance(box, folder, kind, "")
         # With UCX over TCP, MPICH 5.0.2 ends a process that sends to a dead rank with SIGSEGV; libfabric reports it.
         said = dead_rank(box, folder, "MPIR_CVAR_CH4_NETMOD=ofi")
         assert said.count("gave up: rank2 (trainer on h, pid ") == 2 * (N_RANKS - 1), said
