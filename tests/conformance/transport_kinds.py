@@ -52,6 +52,12 @@ def numbered(n: int) -> EndSession:
     return EndSession(session_id=str(n))
 
 
+def number_of(message: Message) -> int:
+    """The number that `numbered` put into it."""
+    assert isinstance(message, EndSession)
+    return int(message.session_id)
+
+
 class NotInTheVocabulary(Message, frozen=True, kw_only=True):
     """A message that no decoder knows."""
 
