@@ -72,7 +72,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def attach(self, path: Path) -> None:
-        """Whose messages they are: receives end with that path. Nothing is delivered before. May be another one later."""
+        """Whose messages they are: receives end with that path. Nothing is delivered before. It may change later."""
 
     @abstractmethod
     def listen(self, on_message: Callable[[memoryview], None]) -> None:
@@ -80,7 +80,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def expect_piece(self, target: memoryview, done: Done) -> None:
-        """Inside `on_message` only: the next message fills `target` exactly, or the one after those announced before."""
+        """Inside `on_message` only: the next message fills `target` exactly, after those announced before."""
 
     @abstractmethod
     def close(self) -> None:

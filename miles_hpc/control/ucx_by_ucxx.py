@@ -285,13 +285,13 @@ class UcxxApi(UcxApi):
             if not probe.matched:
                 break
             worked = True
-            inbox = inboxes.get(probe.sender_tag.value)
-            if inbox is None:
+            found = inboxes.get(probe.sender_tag.value)
+            if found is None:
                 self.discard(probe)
-            elif inbox.ready:
-                inbox.small(probe)
+            elif found.ready:
+                found.small(probe)
             else:
-                inbox.arrive(probe)
+                found.arrive(probe)
                 inbox.reap()
         else:
             self.unseen = True

@@ -395,6 +395,10 @@ def test_refused_connections_that_stay_open_count_as_half_open(
     monkeypatch.setattr(greeting, "MAX_HALF_OPEN", 5)
     monkeypatch.setattr(greeting, "_FLUSH_S", 3600.0)
     with listening(face, kind=kind) as listener:
+        first = RawClient(listener.address)  # a worker of UCX is opened when somebody comes
+        first.send(message(Dialer(credentials("x")).opening()))
+        assert len(first.receive_message()) == CHALLENGE_BYTES - 2
+        first.sock.close()
         before = open_descriptors()
         clients = []
         for n in range(30):

@@ -1,4 +1,4 @@
-"""The ucx carrier: cutting payloads, what a stranger or a liar can do, loss, release; and the ucx-py arm over a fake."""
+"""The ucx carrier: cutting payloads, what a stranger or a liar can do, loss, release; the ucx-py arm over a fake."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,7 +106,8 @@ def test_a_piece_within_one_view_is_not_copied() -> None:
 def test_devices_are_read_from_what_ucx_prints() -> None:
     text = (
         "#\n# UCP context\n#\n#     component 0  :  self\n#            md 1  :  component 1  tcp \n"
-        "#      resource 1  :  md 1  dev 1  flags -- tcp/eth0\n#      resource 2  :  md 2  dev 2  flags -- rc_mlx5/mlx5_0:1\n"
+        "#      resource 1  :  md 1  dev 1  flags -- tcp/eth0\n"
+        "#      resource 2  :  md 2  dev 2  flags -- rc_mlx5/mlx5_0:1\n"
     )
     assert devices(text) == ["tcp/eth0", "rc_mlx5/mlx5_0:1"]
 
@@ -357,7 +359,7 @@ def test_a_path_that_only_one_side_has_left_is_taken_anew(whose: int, ucx: None)
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_an_idle_worker_is_released_and_opened_again(ucx: None, monkeypatch: pytest.MonkeyPatch) -> None:
