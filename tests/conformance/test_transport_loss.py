@@ -96,6 +96,8 @@ from miles_hpc.control.opening import open_blocking_transport
 def handler(endpoint, message, payload):
     if message == Heartbeat():
         endpoint.close("these are my last words")
+        if kind == "ucx":
+            transport.close()  # UCX sends in this process, not in the kernel
         os._exit(0)
 
 transport = open_blocking_transport(kind, credentials)

@@ -52,6 +52,12 @@ def numbered(n: int) -> EndSession:
     return EndSession(session_id=str(n))
 
 
+def number_of(message: Message) -> int:
+    """The number that `numbered` put into it."""
+    assert isinstance(message, EndSession)
+    return int(message.session_id)
+
+
 class NotInTheVocabulary(Message, frozen=True, kw_only=True):
     """A message that no decoder knows."""
 
@@ -88,13 +94,15 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
             async with asyncio.timeout(WAIT_S * 2):
                 await main()
         finally:
-            release()
+            await release()
 
     asyncio.run(bounded())
 
 
-def release() -> None:
+async def release() -> None:
     """Give back what the transports of this loop opened: hundreds of tests run in one process."""
+    for _ in range(10):  # goodbyes arrive
+        await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     for entry in list(_made):
         if entry[0] is loop:
@@ -265,7 +273,7 @@ class AsyncServer:
         self._ready.set()
         await self._stop.wait()
         await self.listener.close()
-        release()
+        await release()
 
     def _run(self) -> None:
         try:
