@@ -102,8 +102,8 @@ def _warn_of_the_wrong_library(found: list[str]) -> None:
         return
     if adapters and not any(adapter in device for adapter in adapters for device in found):
         logging.getLogger(__name__).warning(
-            "UCX (%s) uses none of the RDMA adapters %s: UCX from PyPI has no verbs. To prefer the site's own UCX, load "
-            "it and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
+            "UCX (%s) uses none of the RDMA adapters %s: UCX from PyPI has no verbs. To prefer the site's own UCX, "
+            "load it and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
             library_file(),
             ", ".join(adapters),
         )
