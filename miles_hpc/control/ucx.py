@@ -17,7 +17,8 @@ from pathlib import Path
 
 from miles_hpc.control.tcp import TcpCarrier
 from miles_hpc.control.ucx_api import UcxApi, devices, find_ucx, lanes, library_file
-from miles_hpc.control.ucx_wire import UcxWire, UcxWorker
+from miles_hpc.control.ucx_wire import UcxWire
+from miles_hpc.control.ucx_worker import UcxWorker
 from miles_hpc.control.wire import Loop, Wire
 from miles_hpc.core.deadline import Deadline
 

@@ -1,8 +1,6 @@
-"""Frames over UCX: the worker of a loop, the paths to other workers, and the wire of one connection.
+"""Frames over UCX: the wire of one connection.
 
     dial, accept ─▶ Line (TCP) ─ handshake ─▶ start_frames ─ sealed: worker's address, our tag ─▶ path number ─▶ frames
-    small frames    whole ones, joined, as one tag message     u32 length │ frame │ frame │ ...
-    large frame     head, its MAC, header if that is short │ pieces, received in place │ body MAC
 
 | waits | for | bounded by |
 |---|---|---|
@@ -11,12 +9,6 @@
 | the orderly end | the peer's end, over the line | flush_s |
 | the loss of a peer that said goodbye | what it sent before, over UCX | LAST_WORDS_S |
 
-**One path per pair of workers.** UCX matches the endpoints of two workers by the order in which they were made, so the
-wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end. It is
-left when the last wire's end isn't answered, since it may be stuck behind a broken link, and closed when UCX reports
-its failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers tell a side
-that the other has left the path which it still holds; it takes another one then.
-
 **Goodbye.** A wire that ends on purpose says over its line how many messages it has sent, so that the peer takes them
 all before it calls it lost. A line that ends without that is a process that died, or a link that broke.
 """
@@ -24,13 +16,11 @@ all before it calls it lost. A line that ends without that is a process that die
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -46,28 +36,22 @@ from miles_hpc.control.frames import (
     aligned_buffer,
     read_head,
 )
-from miles_hpc.control.ucx_api import MESSAGE_BYTES, Inbox, Path, UcxApi, lanes
+from miles_hpc.control.ucx_api import MESSAGE_BYTES, Inbox, Path
 from miles_hpc.control.ucx_line import MAX_LINE_BYTES, Line
-from miles_hpc.control.wire import LOW_WATER_BYTES, Loop, TimerHandle, Wire
+from miles_hpc.control.ucx_pieces import LENGTH, PACK_BYTES, LargeFrame, header_inline, piece_bytes, take_piece
+from miles_hpc.control.ucx_worker import SharedPath, UcxWorker
+from miles_hpc.control.wire import LOW_WATER_BYTES, TimerHandle, Wire
 from miles_hpc.core.errors import AuthenticationError, ProtocolError, UserError
 from miles_hpc.core.transport import Buffer
 
-__all__ = ["IN_FLIGHT_BYTES", "PACK_BYTES", "PIECE_BYTES", "UcxWire", "UcxWorker", "piece_bytes", "take_piece"]
+__all__ = ["IN_FLIGHT_BYTES", "LAST_WORDS_S", "UcxWire"]
 
-#: Small frames leave together in messages of at most so many bytes: below the 8192 from which ucxx has UCX ask first.
-PACK_BYTES = 8000
-#: Payloads travel in pieces of this size.
-PIECE_BYTES = 1 << 20
 #: Bytes of a wire that are in UCX's hands, from which on the rest waits.
 IN_FLIGHT_BYTES = 8 << 20
 #: How long messages may follow a goodbye.
 LAST_WORDS_S = 1.0
-#: A worker without wires is released after so long.
-IDLE_S = 5.0
 
-_ROUNDS = 64  # of progress per event
 _TURN_BYTES = 8 << 20  # sent per callback, so that a large payload leaves room for other wires
-_LENGTH = struct.Struct("<I")
 _RECORD = struct.Struct("<cQ")
 _PATH_NUMBER, _GOODBYE = b"P", b"E"
 _EMPTY = memoryview(b"")
@@ -83,274 +67,6 @@ class _Where(msgspec.Struct, frozen=True, array_like=True):
 
 
 _where_decoder = msgspec.msgpack.Decoder(_Where)
-
-
-# ------------------------------------------------------------------------------------------------ pieces
-
-
-def piece_bytes(n_header: int, n_payload: int) -> Iterator[int]:
-    """Sizes of the messages between the first one of a large frame and its MAC, in order.
-
-    Both sides know them: the header by itself unless it travels in the first message, then the payload, each cut at
-    multiples of PIECE_BYTES.
-    """
-    for total in (0 if header_inline(n_header) else n_header, n_payload):
-        for start in range(0, total, PIECE_BYTES):
-            yield min(PIECE_BYTES, total - start)
-
-
-def _nothing() -> None:
-    return
-
-
-def header_inline(n_header: int) -> bool:
-    """Whether a large frame's header travels in its first message."""
-    return HEAD_BYTES + TAG_BYTES + n_header <= PACK_BYTES
-
-
-def take_piece(views: deque[memoryview], n: int) -> Buffer:
-    """Take the next `n` bytes from the views; copied only when they lie in more than one."""
-    view = views[0]
-    if view.nbytes > n:
-        views[0] = view[n:]
-        return view[:n]
-    views.popleft()
-    if view.nbytes == n:
-        return view
-    parts = [view]
-    missing = n - view.nbytes
-    while missing:
-        view = views[0]
-        if view.nbytes > missing:
-            views[0] = view[missing:]
-            view = view[:missing]
-        else:
-            views.popleft()
-        parts.append(view)
-        missing -= view.nbytes
-    return b"".join(parts)
-
-
-# ------------------------------------------------------------------------------------------------ worker and paths
-
-
-class UcxWorker:
-    """One UCX worker on one loop: progressed when its descriptor is readable, armed before the loop sleeps.
-
-    While no wire is open nothing is watched, and after IDLE_S the worker is released if UCX has nothing left to send;
-    the next use opens another one. For a peer that is out of reach that takes until the kernel gives up its sockets.
-    """
-
-    def __init__(self, loop: Loop, open_api: Callable[[], UcxApi]) -> None:
-        self.loop = loop
-        self._open_api = open_api
-        self._api: UcxApi | None = None
-        self._paths: dict[bytes, SharedPath] = {}
-        self._left: set[SharedPath] = set()  # given up by us, not by UCX
-        self._n_wires = 0
-        self._inside = False
-        self._planned = False
-        self._idle: TimerHandle | None = None
-
-    @property
-    def api(self) -> UcxApi:
-        """The worker, opened when it isn't."""
-        if self._api is None:
-            self._api = self._open_api()
-            if not self._n_wires:
-                self._idle = self.loop.call_later(IDLE_S, self._idled)
-        return self._api
-
-    # ------------------------------------------------------------------------------ wires and paths
-
-    def enter(self) -> None:
-        """A wire is open."""
-        self._n_wires += 1
-        if self._n_wires == 1:
-            if self._idle is not None:
-                self._idle.cancel()
-                self._idle = None
-            loop: Any = self.loop
-            if hasattr(loop, "add_poller"):  # asked in every round, armed only before a sleep
-                loop.add_reader(self.api.fd, _nothing)
-                loop.add_poller(self._progress, arm=self.api.arm)
-            else:
-                loop.add_reader(self.api.fd, self._turn)
-
-    def leave(self) -> None:
-        """A wire is closed."""
-        self._n_wires -= 1
-        if not self._n_wires:
-            loop: Any = self.loop
-            loop.remove_reader(self.api.fd)
-            if hasattr(loop, "remove_poller"):
-                loop.remove_poller(self._progress)
-            self._idle = self.loop.call_later(IDLE_S, self._idled)
-
-    def path_to(self, address: bytes) -> SharedPath:
-        """The path to another worker. Raises ConnectionError when UCX knows no way there."""
-        path = self._paths.get(address)
-        if path is None:
-            path = self._paths[address] = SharedPath(self, address)
-        return path
-
-    def forget(self, path: SharedPath, *, failed: bool) -> None:
-        """No wire takes this path any more. Unless UCX has given it up, it stays open until UCX does."""
-        if self._paths.get(path.address) is path:
-            del self._paths[path.address]
-        if failed:
-            self._left.discard(path)
-        else:
-            self._left.add(path)
-
-    def in_use(self) -> list[str]:
-        """The transports and devices of all paths."""
-        found = (lane for path in self._paths.values() for lane in lanes(path.path.handle()))
-        return sorted(set(found))
-
-    # ------------------------------------------------------------------------------ progress
-
-    def kick(self) -> None:
-        """Something was handed to UCX that isn't done: look at it soon, and arm again."""
-        if not self._planned:
-            self._planned = True
-            self.loop.call_soon(self._kicked)
-
-    def _kicked(self) -> None:
-        self._planned = False
-        if self._api is not None:
-            self._turn()
-
-    def drain(self) -> None:
-        """Deliver what has arrived."""
-        self._progress()
-
-    def _progress(self) -> bool:
-        """Returns whether there was anything."""
-        if self._inside:
-            return False
-        self._inside = True
-        try:
-            return self.api.progress()
-        finally:
-            self._inside = False
-
-    def _turn(self) -> None:
-        """Progress until nothing is left to do and the descriptor is armed."""
-        if self._inside:
-            return
-        for _ in range(_ROUNDS):
-            if not self._progress() and self.api.arm():
-                return
-        self.kick()  # still busy: let others run in between
-
-    # ------------------------------------------------------------------------------ the end
-
-    def _idled(self) -> None:
-        self._idle = None
-        if self._api is not None and not self._release():
-            self._idle = self.loop.call_later(IDLE_S, self._idled)
-
-    def _release(self) -> bool:
-        """Give the UCX worker back, unless it still has something to send. No wire is open."""
-        assert self._api is not None
-        for _ in range(_ROUNDS):
-            if not self._progress():
-                break
-        if self._left or any(path.unheard or path.path.busy for path in self._paths.values()):
-            return False
-        for path in list(self._paths.values()):
-            path.fail("endpoint closed: the worker is released")
-        self._api.close()
-        self._api = None
-        return True
-
-    def close(self) -> None:
-        """Release it now, if that can be done safely; else it stays as it is until the process ends."""
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
-        for path in [*self._paths.values(), *self._left]:
-            path.end_wires("endpoint closed: the transport is closed")
-        if self._api is not None and not self._release():
-            self._api = None
-
-
-class SharedPath:
-    """The UCX endpoint to one other worker, and the wires over it."""
-
-    def __init__(self, worker: UcxWorker, address: bytes) -> None:
-        self.address = address
-        self.number = secrets.randbits(64)
-        self.peer_number: int | None = None
-        self.wires: set[UcxWire] = set()
-        self.unheard = False  # something was sent of which we don't know that it arrived
-        self._worker = worker
-        self.heard = False
-        self.path: Path = worker.api.connect(address, self.fail)
-
-    def hear(self, remote: str) -> None:
-        """The first message has come, so UCX has settled on its transports."""
-        self.heard = True
-        logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
-
-    def agree(self, number: int) -> bool:
-        """The peer tells the number of its end. False when it isn't the end that we have talked to."""
-        if self.peer_number is not None and self.peer_number != number and self.heard:
-            return False
-        self.peer_number = number
-        return True
-
-    def leave(self, reason: str) -> None:
-        """Don't use it any more: its other end is gone, or it may be stuck. New wires move on, others end."""
-        self._worker.forget(self, failed=False)
-        moving = [wire for wire in self.wires if wire.is_new]
-        self.wires.difference_update(moving)
-        self.end_wires(reason)
-        for wire in moving:
-            wire.take_path(self.address)
-
-    def fail(self, reason: str) -> None:
-        """UCX has given it up."""
-        self._worker.forget(self, failed=True)
-        self.end_wires(reason)
-        self.path.close()
-
-    def end_wires(self, reason: str) -> None:
-        wires = list(self.wires)
-        self.wires.clear()
-        for wire in wires:
-            wire.fail(reason)
-
-
-# ------------------------------------------------------------------------------------------------ wire
-
-
-class _Large:
-    """A large frame on its way out, message by message."""
-
-    __slots__ = ("first", "handed_over", "mac", "sizes", "views")
-
-    def __init__(
-        self,
-        prefix: bytes,
-        header: bytes,
-        views: Sequence[memoryview],
-        n_payload: int,
-        mac: BodyMac,
-        handed_over: _Done | None,
-    ) -> None:
-        inline = header_inline(len(header))
-        first = prefix + header if inline else prefix
-        self.first: bytes | None = _LENGTH.pack(len(first)) + first
-        if inline:
-            mac.update(header)
-        self.mac = mac
-        self.views = deque(views)
-        if not inline:
-            self.views.appendleft(memoryview(header))
-        self.sizes = deque(piece_bytes(len(header), n_payload))
-        self.handed_over = handed_over
 
 
 class UcxWire(Wire):
@@ -370,7 +86,7 @@ class UcxWire(Wire):
         self._path: Path | None = None  # once both sides know each other's end of it
         self._tag = 0  # under which the peer receives
         # Outgoing.
-        self._out: deque[bytes | _Large] = deque()
+        self._out: deque[bytes | LargeFrame] = deque()
         self._queued = 0
         self._on_its_way = 0
         self._n_sent = 0  # messages
@@ -489,7 +205,7 @@ class UcxWire(Wire):
             self._queued += small
         else:
             prefix, mac = sealer.large(kind, call_id, header, n_bytes)
-            self._out.append(_Large(prefix, header, views, n_bytes, mac, handed_over))
+            self._out.append(LargeFrame(prefix, header, views, n_bytes, mac, handed_over))
             self._queued += small + TAG_BYTES
         if self._queued >= LOW_WATER_BYTES:
             self._was_high = True
@@ -503,7 +219,7 @@ class UcxWire(Wire):
             frame = out[0]
             if isinstance(frame, bytes):  # by far the most frequent case
                 out.clear()
-                self._post(path, _LENGTH.pack(len(frame)) + frame, len(frame))
+                self._post(path, LENGTH.pack(len(frame)) + frame, len(frame))
                 return
         self._pump()
 
@@ -545,14 +261,14 @@ class UcxWire(Wire):
                 frames.append(frame)
                 n += len(frame)
             frame = b"".join(frames)
-        self._post(path, _LENGTH.pack(n) + frame, n)
+        self._post(path, LENGTH.pack(n) + frame, n)
         return n
 
-    def _send_next(self, path: Path, large: _Large) -> int:
+    def _send_next(self, path: Path, large: LargeFrame) -> int:
         """The next message of the large frame at the front of the queue."""
         if large.first is not None:
             first, large.first = large.first, None
-            n = len(first) - _LENGTH.size
+            n = len(first) - LENGTH.size
             self._post(path, first, n)
             return n
         if large.sizes:
@@ -598,10 +314,10 @@ class UcxWire(Wire):
         if not shared.heard:
             shared.hear(self.remote)
         try:
-            (n,) = _LENGTH.unpack_from(data)
-            start, stop = _LENGTH.size, _LENGTH.size + n
+            (n,) = LENGTH.unpack_from(data)
+            start, stop = LENGTH.size, LENGTH.size + n
             if stop > data.nbytes:
-                raise ProtocolError(f"message of {n} bytes, limit {MESSAGE_BYTES - _LENGTH.size}")
+                raise ProtocolError(f"message of {n} bytes, limit {MESSAGE_BYTES - LENGTH.size}")
             while start < stop:
                 head = read_head(data, start)
                 kind, n_header, n_payload, call_id = head

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -21,17 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_hpc.control import ucx as ucx_carrier
-from miles_hpc.control import ucx_wire
+from miles_hpc.control import ucx_wire, ucx_worker
 from miles_hpc.control.opening import open_carrier
 from miles_hpc.control.ucx_api import devices
-from miles_hpc.control.ucx_wire import PACK_BYTES, PIECE_BYTES, UcxWire, header_inline, piece_bytes, take_piece
+from miles_hpc.control.ucx_pieces import PACK_BYTES, PIECE_BYTES, header_inline, piece_bytes, take_piece
+from miles_hpc.control.ucx_wire import UcxWire
 from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, PeerLost, UserError
 from miles_hpc.core.messages import EndSession, Heartbeat, Message
 from miles_hpc.core.transport import Endpoint, Listener
-from tests.conformance.transport_kinds import WAIT_S, echo, make, make_plain, pair, plain_echo, plain_pair
-from tests.fakes import ucp
-
-SIZES = [(0,), (1,), (5, 0, 7), (20_000,), (PIECE_BYTES,), (PIECE_BYTES + 1, 3, 2 * PIECE_BYTES)]
+from tests.conformance.transport_kinds import SECRET, WAIT_S, echo, make, make_plain, pair, plain_echo, plain_pair
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -364,7 +361,7 @@ def descriptors() -> int:
 
 
 def test_an_idle_worker_is_released_and_opened_again(ucx: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx_wire, "IDLE_S", 0.2)
+    monkeypatch.setattr(ucx_worker, "IDLE_S", 0.2)
 
     async def main() -> None:
         gc.collect()
@@ -428,8 +425,6 @@ class Peer:
     """A process with a ucx listener that echoes."""
 
     def __init__(self) -> None:
-        from tests.conformance.transport_kinds import SECRET
-
         self.process = subprocess.Popen(
             [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -507,94 +502,3 @@ def test_closing_waits_shortly_for_a_peer_that_is_stopped(ucx: None) -> None:
         start = time.monotonic()
         transport.close()
         assert time.monotonic() - start < 30.0
-
-
-# ------------------------------------------------------------------------------------------ the ucx-py arm
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    ucp.install(monkeypatch)
-    monkeypatch.setattr(ucx_carrier, "_facts", None)
-
-
-def test_no_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ucxx", "ucxx._lib.libucxx", "ucp", "ucp._libs"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match="install ucxx") as caught:
-        open_carrier("ucx")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_ucx_py_payloads_both_ways(sizes: tuple[int, ...], fake: None) -> None:
-    buffers = [os.urandom(n) for n in sizes]
-
-    async def main() -> None:
-        async with pair("ucx", echo, echo) as (dialer, accepted, _):
-            for endpoint in (dialer, accepted, dialer):
-                reply = await endpoint.call(Heartbeat(), payload=buffers, deadline_s=WAIT_S)
-                assert bytes(reply.payload) == b"".join(buffers)
-
-    run(main)
-    assert {"tag_send_nb", "tag_recv_nb"} <= set(ucp.calls)
-
-
-def test_ucx_py_blocking_face_and_release(fake: None) -> None:
-    with plain_pair("ucx") as (dialer, _, _, transport):
-        assert transport.chosen()["package"] == "ucx-py 0.45.fake"
-        assert transport.chosen()["devices"] == "fake/memory"
-        calls = [dialer.begin(EndSession(session_id=str(n)), payload=[b"x" * n], deadline_s=WAIT_S) for n in range(300)]
-        for n, call in enumerate(calls):
-            assert call.result().message == EndSession(session_id=str(n))
-    assert {"UCXEndpoint.close", "UCXWorker.close", "UCXContext.close"} <= set(ucp.calls)
-
-
-@pytest.mark.parametrize("what", list(LIES))
-def test_ucx_py_changed_messages_end_the_endpoint(what: str, fake: None) -> None:
-    async def main() -> None:
-        async with pair("ucx") as (dialer, accepted, _):
-            await dialer.call(Heartbeat(), deadline_s=WAIT_S)
-            Liar(the_wire(dialer), LIES[what])
-            with pytest.raises(PeerLost):
-                await dialer.notify(Heartbeat())
-                await dialer.call(Heartbeat(), payload=[bytes(PIECE_BYTES), bytes(5000)], deadline_s=WAIT_S)
-                await dialer.call(Heartbeat(), deadline_s=WAIT_S)
-            await asyncio.wait_for(accepted.closed.wait(), WAIT_S)
-
-    run(main)
-
-
-def test_ucx_py_a_peer_that_ucx_gives_up_is_lost(fake: None) -> None:
-    """Its line stays open: as a broken fabric beside a working network would look."""
-
-    async def never(endpoint: Endpoint, message: Message, payload: memoryview) -> None:
-        await asyncio.Event().wait()
-
-    async def main() -> None:
-        async with pair("ucx", never) as (dialer, accepted, _):
-            call = asyncio.create_task(dialer.call(Heartbeat(), payload=[bytes(100_000)], deadline_s=WAIT_S))
-            await asyncio.sleep(0.05)
-            ucp.kill(the_wire(accepted)._worker.api.address)
-            with pytest.raises(PeerLost, match="UCX reports that the peer is gone"):
-                await call
-            assert dialer.closed.is_set()
-            with pytest.raises(PeerLost):
-                await dialer.call(Heartbeat(), deadline_s=WAIT_S)
-
-    run(main)
-
-
-def test_ucx_py_no_way_to_the_peer(fake: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        listener = await make("ucx", "listener").listen(echo)
-
-        def unreachable(*_: Any, **__: Any) -> None:
-            raise ucp.UCXError("Destination is unreachable")
-
-        monkeypatch.setattr(ucp.UCXEndpoint, "create_from_worker_address", unreachable)
-        with pytest.raises(PeerLost):
-            await make("ucx", "dialer").connect(listener.address, deadline_s=WAIT_S)
-        await listener.close()
-
-    run(main)

@@ -1,0 +1,235 @@
+"""The UCX worker of a loop, and the paths from it to other workers.
+
+**One path per pair of workers.** UCX matches the endpoints of two workers by the order in which they were made, so the
+wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end. It is
+left when the last wire's end isn't answered, since it may be stuck behind a broken link, and closed when UCX reports
+its failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers tell a side
+that the other has left the path which it still holds; it takes another one then.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from miles_hpc.control.ucx_api import Path, UcxApi, lanes
+from miles_hpc.control.wire import Loop, TimerHandle
+
+__all__ = ["IDLE_S", "PathUser", "SharedPath", "UcxWorker"]
+
+#: A worker without wires is released after so long.
+IDLE_S = 5.0
+
+_ROUNDS = 64  # of progress per event
+
+
+class PathUser(Protocol):
+    """A wire, as its path sees it."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was sent yet, so that it can still move to another path."""
+
+    def take_path(self, address: bytes) -> None:
+        """Move to the path to this worker."""
+
+    def fail(self, reason: str) -> None:
+        """The connection is gone."""
+
+
+def _nothing() -> None:
+    return
+
+
+class UcxWorker:
+    """One UCX worker on one loop: progressed when its descriptor is readable, armed before the loop sleeps.
+
+    While no wire is open nothing is watched, and after IDLE_S the worker is released if UCX has nothing left to send;
+    the next use opens another one. For a peer that is out of reach that takes until the kernel gives up its sockets.
+    """
+
+    def __init__(self, loop: Loop, open_api: Callable[[], UcxApi]) -> None:
+        self.loop = loop
+        self._open_api = open_api
+        self._api: UcxApi | None = None
+        self._paths: dict[bytes, SharedPath] = {}
+        self._left: set[SharedPath] = set()  # given up by us, not by UCX
+        self._n_wires = 0
+        self._inside = False
+        self._planned = False
+        self._polled = False
+        self._idle: TimerHandle | None = None
+
+    @property
+    def api(self) -> UcxApi:
+        """The worker, opened when it isn't."""
+        if self._api is None:
+            self._api = self._open_api()
+            if not self._n_wires:
+                self._idle = self.loop.call_later(IDLE_S, self._idled)
+        return self._api
+
+    # ------------------------------------------------------------------------------ wires and paths
+
+    def enter(self) -> None:
+        """A wire is open."""
+        self._n_wires += 1
+        if self._n_wires == 1:
+            if self._idle is not None:
+                self._idle.cancel()
+                self._idle = None
+            loop: Any = self.loop
+            if hasattr(loop, "add_poller"):  # asked in every round, armed only before a sleep
+                loop.add_reader(self.api.fd, _nothing)
+                loop.add_poller(self._progress, arm=self.api.arm)
+                self._polled = True
+            else:
+                loop.add_reader(self.api.fd, self._turn)
+
+    def leave(self) -> None:
+        """A wire is closed."""
+        self._n_wires -= 1
+        if not self._n_wires:
+            loop: Any = self.loop
+            loop.remove_reader(self.api.fd)
+            if hasattr(loop, "remove_poller"):
+                loop.remove_poller(self._progress)
+                self._polled = False
+            self._idle = self.loop.call_later(IDLE_S, self._idled)
+
+    def path_to(self, address: bytes) -> SharedPath:
+        """The path to another worker. Raises ConnectionError when UCX knows no way there."""
+        path = self._paths.get(address)
+        if path is None:
+            path = self._paths[address] = SharedPath(self, address)
+        return path
+
+    def forget(self, path: SharedPath, *, failed: bool) -> None:
+        """No wire takes this path any more. Unless UCX has given it up, it stays open until UCX does."""
+        if self._paths.get(path.address) is path:
+            del self._paths[path.address]
+        if failed:
+            self._left.discard(path)
+        else:
+            self._left.add(path)
+
+    def in_use(self) -> list[str]:
+        """The transports and devices of all paths."""
+        found = (lane for path in self._paths.values() for lane in lanes(path.path.handle()))
+        return sorted(set(found))
+
+    # ------------------------------------------------------------------------------ progress
+
+    def kick(self) -> None:
+        """Something was handed to UCX that isn't done: look at it soon, and arm again. A poller does by itself."""
+        if not self._planned and not self._polled:
+            self._planned = True
+            self.loop.call_soon(self._kicked)
+
+    def _kicked(self) -> None:
+        self._planned = False
+        if self._api is not None:
+            self._turn()
+
+    def drain(self) -> None:
+        """Deliver what has arrived."""
+        self._progress()
+
+    def _progress(self) -> bool:
+        """Returns whether there was anything."""
+        if self._inside:
+            return False
+        self._inside = True
+        try:
+            return self.api.progress()
+        finally:
+            self._inside = False
+
+    def _turn(self) -> None:
+        """Progress until nothing is left to do and the descriptor is armed."""
+        if self._inside:
+            return
+        for _ in range(_ROUNDS):
+            if not self._progress() and self.api.arm():
+                return
+        self.kick()  # still busy: let others run in between
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _idled(self) -> None:
+        self._idle = None
+        if self._api is not None and not self._release():
+            self._idle = self.loop.call_later(IDLE_S, self._idled)
+
+    def _release(self) -> bool:
+        """Give the UCX worker back, unless it still has something to send. No wire is open."""
+        assert self._api is not None
+        for _ in range(_ROUNDS):
+            if not self._progress():
+                break
+        if self._left or any(path.unheard or path.path.busy for path in self._paths.values()):
+            return False
+        for path in list(self._paths.values()):
+            path.fail("endpoint closed: the worker is released")
+        self._api.close()
+        self._api = None
+        return True
+
+    def close(self) -> None:
+        """Release it now, if that can be done safely; else it stays as it is until the process ends."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        for path in [*self._paths.values(), *self._left]:
+            path.end_wires("endpoint closed: the transport is closed")
+        if self._api is not None and not self._release():
+            self._api = None
+
+
+class SharedPath:
+    """The UCX endpoint to one other worker, and the wires over it."""
+
+    def __init__(self, worker: UcxWorker, address: bytes) -> None:
+        self.address = address
+        self.number = secrets.randbits(64)
+        self.peer_number: int | None = None
+        self.wires: set[PathUser] = set()
+        self.unheard = False  # something was sent of which we don't know that it arrived
+        self._worker = worker
+        self.heard = False
+        self.path: Path = worker.api.connect(address, self.fail)
+
+    def hear(self, remote: str) -> None:
+        """The first message has come, so UCX has settled on its transports."""
+        self.heard = True
+        logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
+
+    def agree(self, number: int) -> bool:
+        """The peer tells the number of its end. False when it isn't the end that we have talked to."""
+        if self.peer_number is not None and self.peer_number != number and self.heard:
+            return False
+        self.peer_number = number
+        return True
+
+    def leave(self, reason: str) -> None:
+        """Don't use it any more: its other end is gone, or it may be stuck. New wires move on, others end."""
+        self._worker.forget(self, failed=False)
+        moving = [wire for wire in self.wires if wire.is_new]
+        self.wires.difference_update(moving)
+        self.end_wires(reason)
+        for wire in moving:
+            wire.take_path(self.address)
+
+    def fail(self, reason: str) -> None:
+        """UCX has given it up."""
+        self._worker.forget(self, failed=True)
+        self.end_wires(reason)
+        self.path.close()
+
+    def end_wires(self, reason: str) -> None:
+        wires = list(self.wires)
+        self.wires.clear()
+        for wire in wires:
+            wire.fail(reason)
