@@ -42,12 +42,12 @@ def main() -> int:
         sys.path[:0] = run.python_path
 
         from miles_hpc.control.mpi import open_world
-        from miles_hpc.control.opening import open_carrier
         from miles_hpc.trainer.role import run_trainer
 
-        # Before MPI: MPICH's package brings a UCX of its own. Whichever is loaded first serves both, and MPI runs on
-        # the newer one, while ucxx doesn't find all it needs in the older one.
-        open_carrier(run.control.transport)
+        if run.control.transport == "ucx":
+            from miles_hpc.control.ucx_api import find_ucx
+
+            find_ucx()  # before MPI, and in all ranks: it says why
         trainer = run.groups.trainer
         group = open_world(trainer.nodes * trainer.ranks_per_node)
         # Not before: with memory reused, MPICH 5.0.2 sent its address over PMI with an end that depended on what lay

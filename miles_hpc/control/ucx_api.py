@@ -14,6 +14,7 @@ with one and with 500 of them, plus what has arrived and who has something on it
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -132,31 +133,36 @@ class UcxApi(ABC):
 
 
 def find_ucx() -> Callable[[], UcxApi]:
-    """What opens a worker with the package that this process has. Raises UserError when there is none."""
+    """What opens a worker with the package that this process has. Raises UserError when there is none.
+
+    Loads UCX. In a process that uses MPI as well, call it before MPI is loaded, and in all ranks: an MPI brings a UCX
+    of its own, of which a process can have one only, and MPICH 5.0.2 runs on the newer one of ucxx, but not the other
+    way round. Where both use the site's UCX the order doesn't matter.
+    """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
         import ucxx._lib.libucxx as ucxx
-    except OSError as clash:
+    except OSError as error:
         raise UserError(
-            f"transport ucx: {clash}; the library of another UCX is loaded in this process, probably MPI's: "
-            "open the ucx transport before MPI is started"
-        ) from clash
+            f"transport ucx: {error}; another UCX is loaded already ({library_file() or 'by MPI'}): have ucxx use the "
+            "same one by RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true, or set transport = 'tcp'"
+        ) from error
     except ImportError as missing:
         try:
             from ucp._libs import ucx_api as ucp
-        except ImportError:
+        except (ImportError, OSError):
             raise UserError(
                 f"transport ucx: {missing}; install ucxx (pip install ucxx-cu12 or ucxx-cu13), or set transport = 'tcp'"
             ) from missing
         from miles_hpc.control.ucx_by_ucp import UcpApi
 
-        return lambda: UcpApi(ucp)
+        return functools.partial(UcpApi, ucp)
     if not hasattr(ucxx.UCXEndpoint, "tag_recv_with_handle"):
         raise UserError("transport ucx: this ucxx is too old; install ucxx 0.47 or newer, or set transport = 'tcp'")
     from miles_hpc.control.ucx_by_ucxx import UcxxApi
 
-    return lambda: UcxxApi(ucxx)
+    return functools.partial(UcxxApi, ucxx)
 
 
 # ------------------------------------------------------------------------------------------------ what UCX chose

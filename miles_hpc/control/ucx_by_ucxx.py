@@ -292,7 +292,7 @@ class UcxxApi(UcxApi):
                 found.small(probe)
             else:
                 found.arrive(probe)
-                inbox.reap()
+                found.reap()
         else:
             self.unseen = True
         while self.ended:  # after what they sent before

@@ -157,6 +157,8 @@ class UcxWorker:
         """The worker, opened when it isn't."""
         if self._api is None:
             self._api = self._open_api()
+            if not self._n_wires:
+                self._idle = self.loop.call_later(IDLE_S, self._idled)
         return self._api
 
     # ------------------------------------------------------------------------------ wires and paths

@@ -26,7 +26,7 @@ from miles_hpc.core.errors import FencedError, MilesError, PeerLost
 from miles_hpc.core.messages import Ack, Heartbeat, Message, OpenRelay, RelayOpen, RelayTarget, Shutdown
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, PeerIdentity
+from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, PeerIdentity, Transport
 
 __all__ = ["DIRECT_UP_TO", "TRAINER_RANK0", "Members"]
 
@@ -69,6 +69,7 @@ class Members:
         self._roster = Roster(lost_after_s=run.control.lost_after_s)
         self._endpoints: dict[str, Endpoint] = {}
         self._listening: Listening | None = None
+        self._transport: Transport | None = None  # until what it runs on was noted
         self._watcher: asyncio.Task[None] | None = None
         self._hanging_up: set[asyncio.Task[None]] = set()
         self._links: Links | None = None
@@ -90,6 +91,8 @@ class Members:
             self._paths,
             ServiceAddress(name=me.name, addresses=self._listening.addresses, attempt=me.attempt, term=me.term),
         )
+        self._transport = transport
+        self._events.note("transport", **transport.chosen())
         self._watcher = asyncio.create_task(self._watch())
 
     async def close(self, reason: str, *, shut_down: bool) -> None:
@@ -164,8 +167,16 @@ class Members:
         self._events.verdict("joined", peer=peer.name, evidence=f"host {peer.host}, incarnation {peer.incarnation}")
         if len(self._endpoints) > DIRECT_UP_TO:
             self._ask_for_relays()
+        self._note_transport()
         self._on_joined(peer)
         self.touch()
+
+    def _note_transport(self) -> None:
+        """What the first member's connection really runs on, where the transport chooses."""
+        in_use = self._transport.chosen().get("in_use", "") if self._transport is not None else ""
+        if in_use:
+            self._events.note("transport_in_use", in_use=in_use)
+            self._transport = None
 
     def _ask_for_relays(self) -> None:
         """With so many members, each agent shall pass commands on."""

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_hpc.control import ucx as ucx_carrier
 from miles_hpc.control import ucx_wire
 from miles_hpc.control.opening import open_carrier
 from miles_hpc.control.ucx_api import devices
@@ -402,6 +403,12 @@ def test_chosen_names_what_ucx_really_uses(ucx: None, caplog: pytest.LogCaptureF
     assert set(told.rpartition("uses ")[2].split(", ")) == set(after["in_use"].split())
 
 
+def test_a_look_at_ucx_says_what_it_would_use(ucx: None) -> None:
+    text = ucx_carrier.look()
+    assert "libucp.so" in text and "TLS=" in text and "\n" not in text
+    assert text.rpartition("within this host: ")[2].startswith("tcp/")
+
+
 # ------------------------------------------------------------------------------------------ loss
 
 PEER = """
@@ -508,6 +515,7 @@ def test_closing_waits_shortly_for_a_peer_that_is_stopped(ucx: None) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     ucp.install(monkeypatch)
+    monkeypatch.setattr(ucx_carrier, "_facts", None)
 
 
 def test_no_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
