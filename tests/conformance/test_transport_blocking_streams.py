@@ -156,6 +156,43 @@ def test_leaving_early_stops_the_producer_and_frees_it(kind: str, after: int) ->
         assert not dialer.closed
 
 
+@pytest.mark.parametrize("end", ["leave", "close", "leave within"])
+def test_a_generator_that_somebody_holds_is_closed_all_the_same(kind: str, end: str) -> None:
+    held: list[Any] = []
+    ended: list[str] = []
+    within: list[Callable[[], None]] = []
+
+    def endless() -> Iterator[Message]:
+        try:
+            for n in itertools.count():
+                if within and n == 3:
+                    within[0]()
+                yield Ack()
+        finally:
+            ended.append("ended")
+
+    def handler(endpoint: BlockingEndpoint, message: Message, payload: memoryview) -> Any:
+        held.append(endless())
+        return held[-1]
+
+    with plain_pair(kind, handler) as (dialer, _, _, transport):
+        context = dialer.stream(Heartbeat(), deadline_s=WAIT_S)
+        items = context.__enter__()
+
+        def leave() -> None:
+            context.__exit__(None, None, None)
+            transport.serve(lambda: False, deadline_s=0.05)
+
+        if end == "leave within":
+            within.append(leave)
+        next(items)
+        if end == "close":
+            dialer.close("enough")
+        if end != "leave within":
+            context.__exit__(None, None, None)
+        assert transport.serve(lambda: ended == ["ended"], deadline_s=WAIT_S)
+
+
 @pytest.mark.parametrize("end", ["leave", "close"])
 def test_an_iterator_without_an_end_is_left_alone_when_its_reader_is_gone(kind: str, end: str) -> None:
     """Nothing but its items tells that nobody reads them: it has no `close`."""

@@ -212,6 +212,42 @@ def test_leaving_early_stops_the_producer_and_frees_it(kind: str, after: int, pa
     run(main)
 
 
+@pytest.mark.parametrize("end", ["leave", "close"])
+def test_a_generator_that_somebody_holds_is_closed_all_the_same(kind: str, end: str) -> None:
+    """What it holds is given back at once, not when it's thrown away."""
+    held: list[Any] = []
+    ended: list[str] = []
+
+    async def endless() -> AsyncIterator[Message]:
+        try:
+            while True:
+                yield Ack()
+        finally:
+            ended.append("asynchronous")
+
+    def plainly_endless() -> Iterator[Message]:
+        try:
+            while True:
+                yield Ack()
+        finally:
+            ended.append("plain")
+
+    def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Any:
+        held.append(endless() if isinstance(message, Heartbeat) else plainly_endless())
+        return held[-1]
+
+    async def main() -> None:
+        async with pair(kind, handler) as (dialer, _, _):
+            for message in (Heartbeat(), numbered(1)):
+                async with dialer.stream(message, deadline_s=WAIT_S) as items:
+                    await anext(items)
+                    if end == "close" and message != Heartbeat():
+                        await dialer.close()
+            await until(lambda: sorted(ended) == ["asynchronous", "plain"])
+
+    run(main)
+
+
 def test_a_plain_generator_is_closed_when_its_reader_leaves(kind: str) -> None:
     ended: list[str] = []
 
