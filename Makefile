@@ -9,7 +9,7 @@ BOX_ROOT ?= /tmp/miles-box-$(shell id -u)
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint types bench box-up box-down clean
+.PHONY: help setup demo test test-hosts test-fast lint types bench box-up box-down clean
 
 help: ## show this list
 	@echo "miles_hpc: RL post-training of language models as Slurm batch jobs"
@@ -23,7 +23,10 @@ demo: setup ## a whole RL run on a real Slurm cluster in a private folder, cut o
 	@$(PY) -m tools.demo --seed $(SEED)
 
 test: setup ## all tests that run without a GPU, the real Slurm box and MPI included
-	@$(PY) -m pytest -m "not gpu"
+	@$(PY) -m pytest -m "not gpu and not netns"
+
+test-hosts: setup ## tests between network namespaces as hosts: cut links, blackholes, cut-off nodes (root only)
+	@$(PY) -m pytest -m "netns and not gpu"
 
 test-fast: setup ## only the tests without Slurm, MPI and long runs
 	@$(PY) -m pytest -q -m "not gpu and not slurm and not mpi and not slow"
