@@ -215,6 +215,8 @@ class PlainLoop:
                 worked = self._poll() if self._pollers else False
                 if done():
                     return True
+                if looked and end is not None and time() >= end:
+                    return False
                 self._fresh.clear()
                 busy = bool(ready) or worked
                 try:
@@ -224,8 +226,6 @@ class PlainLoop:
                         if end is not None or timers:
                             now = time()
                             if end is not None:
-                                if now >= end and looked:
-                                    return False
                                 timeout = min(timeout, max(0.0, end - now))
                             if timers:
                                 timeout = min(timeout, max(0.0, timers[0][0] - now))

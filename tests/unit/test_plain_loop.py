@@ -19,9 +19,9 @@ from miles_hpc.control.plain_loop import PlainLoop
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def loop() -> Iterator[PlainLoop]:
-    loop = PlainLoop()
+@pytest.fixture(params=[0.0, 0.0002], ids=["sleeping", "spinning"])
+def loop(request: pytest.FixtureRequest) -> Iterator[PlainLoop]:
+    loop = PlainLoop(spin_s=request.param)
     yield loop
     loop.close()
 
@@ -171,6 +171,22 @@ def test_a_callback_that_plans_itself_does_not_keep_the_end_waiting(loop: PlainL
         assert not loop.run_until(lambda: False, loop.time() + 0.02)
         loop.remove_reader(ours.fileno())
     assert n > 3
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.005])
+def test_a_descriptor_that_is_always_ready_does_not_keep_the_end_waiting(spin_s: float) -> None:
+    loop = PlainLoop(spin_s=spin_s)
+    with connected() as (ours, theirs):
+        calls: list[str] = []
+        loop.add_reader(ours.fileno(), lambda: calls.append("reader"))
+        theirs.send(b"x")
+        loop.call_later(0.01, calls.append, "timer")
+        limit = loop.time() + WAIT_S
+        assert not loop.run_until(lambda: loop.time() > limit, loop.time() + 0.02)
+        assert "timer" in calls
+        assert calls.count("reader") > 1
+        loop.remove_reader(ours.fileno())
+    loop.close()
 
 
 def test_an_error_in_a_callback_is_logged_and_survived(loop: PlainLoop, caplog: pytest.LogCaptureFixture) -> None:
