@@ -220,7 +220,9 @@ class PlainLoop:
                 self._fresh.clear()
                 busy = bool(ready) or worked
                 try:
-                    events = [] if busy or not spins else self._spin()
+                    events: list[tuple[int, int]] = []
+                    if spins and not busy:
+                        events, busy = self._spin()
                     if not events:
                         timeout = 0.0 if busy or ready else _LONGEST_WAIT_S
                         if end is not None or timers:
@@ -261,16 +263,19 @@ class PlainLoop:
             if self._put_off:
                 self.resume()
 
-    def _spin(self) -> list[tuple[int, int]]:
-        """Look again and again for `spin_s`, until something is there."""
+    def _spin(self) -> tuple[list[tuple[int, int]], bool]:
+        """Look again and again for `spin_s`, until something is there. Returns also whether a poller did something."""
         poll = self._epoll.poll
-        events = poll(0)
+        events, worked = poll(0), False
         if not events:
             end = self.time() + self.spin_s
-            while not events and not self._ready and not (self._pollers and self._poll()) and self.time() < end:
+            while not events and not self._ready and self.time() < end:
+                worked = bool(self._pollers) and self._poll()
+                if worked:
+                    break
                 os.sched_yield()  # the one that is to answer may wait for this very core
                 events = poll(0)
-        return events
+        return events, worked
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
         """Look once, and sleep until something is there or the time is over."""

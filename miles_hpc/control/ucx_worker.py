@@ -39,10 +39,6 @@ class PathUser(Protocol):
         """The connection is gone."""
 
 
-def _nothing() -> None:
-    return
-
-
 class UcxWorker:
     """One UCX worker on one loop: progressed when its descriptor is readable, armed before the loop sleeps.
 
@@ -81,9 +77,8 @@ class UcxWorker:
                 self._idle.cancel()
                 self._idle = None
             loop: Any = self.loop
-            if hasattr(loop, "add_poller"):  # asked in every round, armed only before a sleep
-                loop.add_reader(self.api.fd, _nothing)
-                loop.add_poller(self._progress, arm=self.api.arm)
+            if hasattr(loop, "add_poller"):  # asked in every round; armed, and watched, only for a sleep
+                loop.add_poller(self._progress, arm=self._arm)
                 self._polled = True
             else:
                 loop.add_reader(self.api.fd, self._turn)
@@ -146,6 +141,16 @@ class UcxWorker:
             return self.api.progress()
         finally:
             self._inside = False
+
+    def _arm(self) -> bool:
+        """For loops that poll: whether they may sleep. Until it's armed the descriptor may be readable all the time."""
+        if not self.api.arm():
+            return False
+        self.loop.add_reader(self.api.fd, self._woken)
+        return True
+
+    def _woken(self) -> None:
+        self.loop.remove_reader(self.api.fd)
 
     def _turn(self) -> None:
         """Progress until nothing is left to do and the descriptor is armed."""

@@ -509,3 +509,45 @@ def test_a_spinning_loop_sees_events_timers_and_threads() -> None:
         loop.remove_reader(ours.fileno())
     assert ran == [b"by a timer", "by a thread"]
     loop.close()
+
+
+def test_what_a_poller_does_while_the_loop_spins_ends_the_wait() -> None:
+    loop = PlainLoop(spin_s=30.0)
+    looks: list[int] = []
+
+    def progress() -> bool:
+        looks.append(1)
+        return len(looks) == 5
+
+    loop.add_poller(progress)
+    assert loop.run_until(lambda: len(looks) >= 5, loop.time() + 60.0)
+    assert len(looks) < 10  # and doesn't sleep, nor spin on
+    loop.close()
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.001])
+def test_the_loop_arms_before_it_sleeps_and_not_before_it_looks(spin_s: float) -> None:
+    """The first time something is there already; then the descriptor is watched, and tells."""
+    loop = PlainLoop(spin_s=spin_s)
+    told: list[str] = []
+    reader, writer = os.pipe()
+
+    def arm() -> bool:
+        told.append("arm")
+        if len(told) == 1:
+            return False
+        loop.add_reader(reader, lambda: told.append("woken"))
+        os.write(writer, b"x")
+        return True
+
+    loop.add_poller(lambda: False, arm=arm)
+    assert loop.run_until(lambda: True)
+    assert told == []
+    assert loop.run_until(lambda: "woken" in told, loop.time() + 60.0)
+    assert told[:2] == ["arm", "arm"]
+    loop.remove_poller(loop._pollers.copy().popitem()[0])
+    loop.remove_reader(reader)
+    assert not loop._arms
+    loop.close()
+    os.close(reader)
+    os.close(writer)
