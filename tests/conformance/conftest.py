@@ -1,4 +1,4 @@
-"""The kinds of transport that the suites run on."""
+"""The kinds and faces of the transport that the suites run on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from miles_hpc.core.errors import UserError
 #: Elastic ones lose and admit peers while they run. Under mpi any loss means the next start.
 ELASTIC_KINDS = ["loopback", "tcp", "ucx"]
 CORE_KINDS = [*ELASTIC_KINDS, pytest.param("mpi", marks=pytest.mark.mpi)]
+
+FACES = ["asyncio", "blocking"]
 
 
 def _available(kind: str) -> str:
@@ -30,3 +32,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 def elastic_kind(request: pytest.FixtureRequest) -> str:
     """Every kind whose peers may come and go."""
     return _available(request.param)
+
+
+@pytest.fixture(params=FACES)
+def face(request: pytest.FixtureRequest) -> str:
+    """Of the listener."""
+    return request.param
+
+
+@pytest.fixture(params=FACES)
+def dialer(request: pytest.FixtureRequest) -> str:
+    """The face of the dialer."""
+    return request.param

@@ -30,25 +30,12 @@ from tests.conformance.transport_kinds import (
     until,
 )
 
-FACES = ["asyncio", "blocking"]
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @pytest.fixture
 def kind(elastic_kind: str) -> str:
     return elastic_kind
-
-
-@pytest.fixture(params=FACES)
-def face(request: pytest.FixtureRequest) -> str:
-    """Of the listener."""
-    return request.param
-
-
-@pytest.fixture(params=FACES)
-def dialer(request: pytest.FixtureRequest) -> str:
-    """The face of the dialer."""
-    return request.param
 
 
 _WHO = """

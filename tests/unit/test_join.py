@@ -29,7 +29,7 @@ from tests.unit.test_joining import CONTROL, FOLLOW_S, LEASE_S, SECRET, App, Wor
 WAIT_S = 100.0
 
 
-class Helper:
+class LentHost:
     """A joining process, and the apps that it made."""
 
     def __init__(self, world: World, *, wait_s: float = WAIT_S, app: type[App] = App) -> None:
@@ -73,31 +73,31 @@ def end_attempt(world: World, outcome: str, *, shut_down: bool) -> asyncio.Task[
 def test_it_serves_attempt_after_attempt_until_the_run_is_complete(tmp_path: Path) -> None:
     async def main() -> None:
         world = World(tmp_path)
-        helper = Helper(world)
+        lent = LentHost(world)
         await asyncio.sleep(30.0)  # before there is any allocation
         await world.attempt()
         await asyncio.sleep(20.0)
         await world.publish()
         await asyncio.sleep(FOLLOW_S)
-        assert helper.met == [1]
+        assert lent.met == [1]
         await end_attempt(world, "continue", shut_down=True)
         await asyncio.sleep(60.0)  # the next allocation is in the queue
-        assert not helper.task.done() and len(helper.apps) == 1, "joined an attempt that had told it to end"
+        assert not lent.task.done() and len(lent.apps) == 1, "joined an attempt that had told it to end"
         await world.attempt()
         await world.publish()
         await asyncio.sleep(FOLLOW_S)
         await world.kill()
         await world.publish()  # the controller was restarted: a new term of the same attempt
         await asyncio.sleep(FOLLOW_S)
-        assert helper.met == [1, 2, 3]
+        assert lent.met == [1, 2, 3]
         await end_attempt(world, "completed", shut_down=True)
         await asyncio.sleep(FOLLOW_S)
-        assert helper.task.result() == exits.DONE
-        assert [(i.attempt, i.incarnation, i.name) for i in helper.identities] == [
+        assert lent.task.result() == exits.DONE
+        assert [(i.attempt, i.incarnation, i.name) for i in lent.identities] == [
             (1, 1, "rollout-n9-j7"),
             (2, 1, "rollout-n9-j7"),
         ]
-        assert [app.closed for app in helper.apps] == [1, 1]
+        assert [app.closed for app in lent.apps] == [1, 1]
         await world.close()
 
     run_virtually(main())
@@ -110,17 +110,17 @@ def test_a_node_that_was_lost_with_its_attempt_leads_to_the_next_one(tmp_path: P
         world = World(tmp_path)
         await world.attempt()
         await world.publish()
-        helper = Helper(world)
+        lent = LentHost(world)
         await asyncio.sleep(FOLLOW_S)
         await world.kill()
         await asyncio.sleep(LEASE_S + FOLLOW_S)  # the lease is over: its engines have been ended meanwhile
-        assert helper.apps[0].closed == 1 and not helper.task.done()
+        assert lent.apps[0].closed == 1 and not lent.task.done()
         await world.attempt()
         await world.publish()
         await asyncio.sleep(FOLLOW_S)
-        assert helper.met == [1, 2]
-        await helper.close()
-        assert [app.closed for app in helper.apps] == [1] * len(helper.apps)
+        assert lent.met == [1, 2]
+        await lent.close()
+        assert [app.closed for app in lent.apps] == [1] * len(lent.apps)
         await world.close()
 
     run_virtually(main())
@@ -131,13 +131,13 @@ def test_an_attempt_that_fences_the_one_it_serves_is_joined_at_once(tmp_path: Pa
         world = World(tmp_path)
         await world.attempt()
         await world.publish()
-        helper = Helper(world)
+        lent = LentHost(world)
         await asyncio.sleep(FOLLOW_S)
         await world.attempt()  # started elsewhere; the old controller runs on, cut off
         await world.publish()
         await asyncio.sleep(FOLLOW_S)
-        assert helper.met == [1, 2]
-        await helper.close()
+        assert lent.met == [1, 2]
+        await lent.close()
         await world.close()
 
     run_virtually(main())
@@ -149,7 +149,7 @@ def test_it_leaves_when_nothing_more_comes(tmp_path: Path, outcome: str) -> None
         world = World(tmp_path)
         await world.attempt()
         await world.publish()
-        helper = Helper(world)
+        lent = LentHost(world)
         await asyncio.sleep(FOLLOW_S)
         if outcome:
             await end_attempt(world, outcome, shut_down=outcome == "continue")
@@ -157,8 +157,8 @@ def test_it_leaves_when_nothing_more_comes(tmp_path: Path, outcome: str) -> None
             await world.kill()
         begun = world.now
         await asyncio.sleep(2 * WAIT_S)
-        assert helper.task.result() == exits.DONE  # it has served
-        assert WAIT_S - 10.0 < helper.ended_at - begun < WAIT_S + LEASE_S + FOLLOW_S
+        assert lent.task.result() == exits.DONE  # it has served
+        assert WAIT_S - 10.0 < lent.ended_at - begun < WAIT_S + LEASE_S + FOLLOW_S
         await world.close()
 
     run_virtually(main())
@@ -170,12 +170,12 @@ def test_it_gives_up_when_nobody_takes_it_in(tmp_path: Path, events: tuple[str, 
         world = World(tmp_path)
         for name in events:
             await getattr(world, name)()
-        helper = Helper(world)
+        lent = LentHost(world)
         await asyncio.sleep(WAIT_S + FOLLOW_S)
         with pytest.raises(DeadlineExpired, match="rollout host n9-j7: waiting to be taken in by"):
-            helper.task.result()
-        assert WAIT_S - 1.0 < helper.ended_at < WAIT_S + FOLLOW_S
-        assert helper.met == []
+            lent.task.result()
+        assert WAIT_S - 1.0 < lent.ended_at < WAIT_S + FOLLOW_S
+        assert lent.met == []
         await world.close()
 
     run_virtually(main())
@@ -185,11 +185,11 @@ def test_an_attempt_that_ends_before_it_took_us_in_is_not_waited_for(tmp_path: P
     async def main() -> None:
         world = World(tmp_path)
         await world.attempt()
-        helper = Helper(world)
+        lent = LentHost(world)
         await asyncio.sleep(20.0)
         publish_bytes(world.paths.outcome(1), b'{"outcome":"completed"}')
         await asyncio.sleep(FOLLOW_S)
-        assert helper.task.result() == exits.DONE
+        assert lent.task.result() == exits.DONE
         await world.close()
 
     run_virtually(main())
@@ -200,9 +200,9 @@ def test_two_under_one_name_fence_each_other_and_the_newer_stays(tmp_path: Path)
         world = World(tmp_path)
         await world.attempt()
         await world.publish()
-        first = Helper(world)
+        first = LentHost(world)
         await asyncio.sleep(FOLLOW_S)
-        second = Helper(world)
+        second = LentHost(world)
         await asyncio.sleep(FOLLOW_S)
         assert second.identities[0].incarnation == 2 and not second.task.done()
         with pytest.raises(FencedError, match="incarnation 1"):
@@ -222,11 +222,11 @@ def test_an_app_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         world = World(tmp_path)
         await world.attempt()
-        helper = Helper(world, app=Broken)
+        lent = LentHost(world, app=Broken)
         await asyncio.sleep(60.0)
         with pytest.raises(MilesError, match="failed 5 times in a row: the agent ended with exit code 1"):
-            helper.task.result()
-        assert [i.incarnation for i in helper.identities] == [1, 2, 3, 4, 5]
+            lent.task.result()
+        assert [i.incarnation for i in lent.identities] == [1, 2, 3, 4, 5]
         await world.close()
 
     run_virtually(main())
