@@ -21,7 +21,7 @@ from typing import Any
 from miles_hpc.control.auth import SessionKeys
 from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
 from miles_hpc.control.frames import Limits
-from miles_hpc.control.greeting import Dialing, Greeter, Terms
+from miles_hpc.control.greeting import ConnectionSettings, Dialing, Greeter
 from miles_hpc.control.wire import Carrier, Loop, Wire
 from miles_hpc.core.errors import DeadlineExpired, MilesError, ProtocolError
 from miles_hpc.core.messages import Message
@@ -242,24 +242,24 @@ class AsyncListener(Listener):
         self,
         carrier: Carrier,
         bind: str,
-        terms: Terms,
+        settings: ConnectionSettings,
         handler: Handler,
         on_connect: EndpointHook | None,
         on_close: EndpointHook | None,
         any_term: bool,
     ) -> None:
-        self._terms = terms
+        self._settings = settings
         self._handler = handler
         self._on_connect = on_connect
         self._on_close = on_close
         self._endpoints: set[AsyncEndpoint] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._greeter = Greeter(self._loop, carrier, bind, terms, self._authenticated, any_term=any_term)
+        self._greeter = Greeter(self._loop, carrier, bind, settings, self._authenticated, any_term=any_term)
         self.address = self._greeter.address
 
     def _authenticated(self, wire: Wire, keys: SessionKeys) -> None:
-        endpoint = AsyncEndpoint(wire, keys, self._handler, self._terms.limits, dialer=False)
+        endpoint = AsyncEndpoint(wire, keys, self._handler, self._settings.limits, dialer=False)
         self._endpoints.add(endpoint)
         endpoint.on_ended = lambda: self._endpoints.discard(endpoint)
         task = self._loop.create_task(self._serve(endpoint))
@@ -301,7 +301,7 @@ class AsyncTransport(Transport):
         limits: Limits | None = None,
         version: int = PROTOCOL_VERSION,
     ) -> None:
-        self.terms = Terms(credentials, limits or Limits(), version)
+        self.settings = ConnectionSettings(credentials, limits or Limits(), version)
         self._open_carrier = carrier
         self._carrier: Carrier | None = None
 
@@ -322,7 +322,7 @@ class AsyncTransport(Transport):
         on_close: EndpointHook | None = None,
         any_term: bool = False,
     ) -> Listener:
-        return AsyncListener(self.carrier, bind, self.terms, handler, on_connect, on_close, any_term)
+        return AsyncListener(self.carrier, bind, self.settings, handler, on_connect, on_close, any_term)
 
     async def connect(self, address: str, handler: Handler | None = None, *, deadline_s: float) -> Endpoint:
         try:
@@ -335,7 +335,7 @@ class AsyncTransport(Transport):
         future: asyncio.Future[AsyncEndpoint] = asyncio.get_running_loop().create_future()
 
         def authenticated(wire: Wire, keys: SessionKeys) -> None:
-            endpoint = AsyncEndpoint(wire, keys, handler, self.terms.limits, dialer=True)
+            endpoint = AsyncEndpoint(wire, keys, handler, self.settings.limits, dialer=True)
             if future.done():
                 endpoint.conversation.abandon("connect was given up")
             else:
@@ -345,7 +345,7 @@ class AsyncTransport(Transport):
             if not future.done():
                 future.set_exception(error)
 
-        dialing = Dialing(self.carrier, address, self.terms, authenticated, failed)
+        dialing = Dialing(self.carrier, address, self.settings, authenticated, failed)
         try:
             endpoint = await future
         except asyncio.CancelledError:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from miles_hpc.control.auth import SessionKeys
 from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
 from miles_hpc.control.frames import Limits
-from miles_hpc.control.greeting import Dialing, Greeter, Terms
+from miles_hpc.control.greeting import ConnectionSettings, Dialing, Greeter
 from miles_hpc.control.plain_loop import PlainLoop
 from miles_hpc.control.wire import Carrier, Loop, Wire
 from miles_hpc.core.errors import DeadlineExpired, MilesError, ProtocolError
@@ -301,7 +301,7 @@ class PlainListener(BlockingListener):
         loop: PlainLoop,
         carrier: Carrier,
         bind: str,
-        terms: Terms,
+        settings: ConnectionSettings,
         handler: BlockingHandler,
         on_connect: Callable[[BlockingEndpoint], None] | None,
         on_close: Callable[[BlockingEndpoint], None] | None,
@@ -309,17 +309,17 @@ class PlainListener(BlockingListener):
     ) -> None:
         self.endpoints = {}
         self._loop = loop
-        self._terms = terms
+        self._settings = settings
         self._handler = handler
         self._on_connect = on_connect
         self._on_close = on_close
         self._open: set[PlainEndpoint] = set()
         self._accepted: set[PlainEndpoint] = set()  # by on_connect; on_close is owed to them
-        self._greeter = Greeter(loop, carrier, bind, terms, self._authenticated, any_term=any_term)
+        self._greeter = Greeter(loop, carrier, bind, settings, self._authenticated, any_term=any_term)
         self.address = self._greeter.address
 
     def _authenticated(self, wire: Wire, keys: SessionKeys) -> None:
-        endpoint = PlainEndpoint(self._loop, wire, keys, self._handler, self._terms.limits, dialer=False)
+        endpoint = PlainEndpoint(self._loop, wire, keys, self._handler, self._settings.limits, dialer=False)
         self._open.add(endpoint)
         endpoint.on_ended = lambda: self._loop.call_soon(self._ended, endpoint)
         self._loop.call_soon(self._admit, endpoint)
@@ -370,7 +370,7 @@ class PlainTransport(BlockingTransport):
         version: int = PROTOCOL_VERSION,
         spin_s: float = SPIN_S,
     ) -> None:
-        self.terms = Terms(credentials, limits or Limits(), version)
+        self.settings = ConnectionSettings(credentials, limits or Limits(), version)
         self._loop = PlainLoop(spin_s=spin_s)
         self._carrier = carrier(self._loop)
         self._listeners: list[PlainListener] = []
@@ -386,7 +386,9 @@ class PlainTransport(BlockingTransport):
         on_close: Callable[[BlockingEndpoint], None] | None = None,
         any_term: bool = False,
     ) -> BlockingListener:
-        listener = PlainListener(self._loop, self._carrier, bind, self.terms, handler, on_connect, on_close, any_term)
+        listener = PlainListener(
+            self._loop, self._carrier, bind, self.settings, handler, on_connect, on_close, any_term
+        )
         self._listeners.append(listener)
         return listener
 
@@ -397,13 +399,13 @@ class PlainTransport(BlockingTransport):
         decided: list[Exception | None] = []
 
         def authenticated(wire: Wire, keys: SessionKeys) -> None:
-            endpoint = PlainEndpoint(loop, wire, keys, handler, self.terms.limits, dialer=True)
+            endpoint = PlainEndpoint(loop, wire, keys, handler, self.settings.limits, dialer=True)
             found.append(endpoint)
             self._dialed.add(endpoint)
             endpoint.on_ended = lambda: self._dialed.discard(endpoint)
             endpoint.conversation.when_admitted(decided.append)
 
-        dialing = Dialing(self._carrier, address, self.terms, authenticated, decided.append)
+        dialing = Dialing(self._carrier, address, self.settings, authenticated, decided.append)
         if not loop.run_until(lambda: bool(decided), end):
             if found:
                 found[0].conversation.abandon("connect was given up")

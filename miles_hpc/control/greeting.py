@@ -22,7 +22,7 @@ from miles_hpc.core.errors import AuthenticationError, FencedError, MilesError, 
 from miles_hpc.core.transport import Credentials
 from miles_hpc.core.version import PROTOCOL_VERSION
 
-__all__ = ["Dialing", "Greeter", "Terms"]
+__all__ = ["ConnectionSettings", "Dialing", "Greeter"]
 
 #: A connection that hasn't authenticated after so long is dropped.
 HANDSHAKE_DEADLINE_S = 5.0
@@ -36,8 +36,8 @@ LOG_INTERVAL_S = 60.0
 _FLUSH_S = 1.0
 
 
-class Terms(msgspec.Struct, frozen=True):
-    """On which terms a process talks to others."""
+class ConnectionSettings(msgspec.Struct, frozen=True):
+    """What a process brings to every connection."""
 
     credentials: Credentials
     limits: Limits = Limits()
@@ -56,13 +56,13 @@ class Greeter:
         loop: Loop,
         carrier: Carrier,
         bind: str,
-        terms: Terms,
+        settings: ConnectionSettings,
         authenticated: Callable[[Wire, SessionKeys], None],
         *,
         any_term: bool,
     ) -> None:
         self._loop = loop
-        self._terms = terms
+        self._settings = settings
         self._any_term = any_term
         self._authenticated = authenticated
         self._half_open: dict[_Welcome, None] = {}  # in order of arrival; until their last message has left
@@ -94,8 +94,8 @@ class Greeter:
     # For _Welcome, which is this class's other half.
 
     def _acceptor(self) -> Acceptor:
-        terms = self._terms
-        return Acceptor(terms.credentials, any_term=self._any_term, version=terms.version, window=terms.window)
+        settings = self._settings
+        return Acceptor(settings.credentials, any_term=self._any_term, version=settings.version, window=settings.window)
 
     def _proven(self, welcome: _Welcome, wire: Wire, keys: SessionKeys) -> None:
         del self._half_open[welcome]
@@ -207,14 +207,14 @@ class Dialing:
         self,
         carrier: Carrier,
         address: str,
-        terms: Terms,
+        settings: ConnectionSettings,
         authenticated: Callable[[Wire, SessionKeys], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._address = address
         self._authenticated = authenticated
         self._failed = failed
-        self._dialer = Dialer(terms.credentials, version=terms.version, window=terms.window)
+        self._dialer = Dialer(settings.credentials, version=settings.version, window=settings.window)
         self._state = 0  # 1: opening sent, 2: proof sent, 3: over
         self._wire: Wire | None = None
         self._stop_dialing = carrier.dial(address, self._connected, self._fail)

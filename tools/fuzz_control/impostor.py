@@ -8,7 +8,7 @@ import time
 from random import Random
 
 from miles_hpc.control.auth import Acceptor
-from miles_hpc.control.greeting import Dialing, Terms
+from miles_hpc.control.greeting import ConnectionSettings, Dialing
 from miles_hpc.control.plain_loop import PlainLoop
 from miles_hpc.control.tcp import TcpCarrier
 from miles_hpc.core.errors import MilesError
@@ -44,7 +44,9 @@ def _one_dialer(
 ) -> None:
     told: list[object] = []
     address = f"tcp://127.0.0.1:{port.getsockname()[1]}"
-    dialing = Dialing(carrier, address, Terms(credentials), lambda wire, keys: told.append(wire), told.append)
+    dialing = Dialing(
+        carrier, address, ConnectionSettings(credentials), lambda wire, keys: told.append(wire), told.append
+    )
     sock, _ = port.accept()
     with sock:
         sock.settimeout(_PATIENCE_S)

@@ -11,7 +11,7 @@ import msgspec
 
 from miles_hpc.control.auth import SessionKeys
 from miles_hpc.control.frames import Failure, Frame, Limits, Opener, Sealer
-from miles_hpc.control.greeting import Dialing, Terms
+from miles_hpc.control.greeting import ConnectionSettings, Dialing
 from miles_hpc.control.plain_loop import PlainLoop
 from miles_hpc.control.wire import Carrier, Wire
 from miles_hpc.core.transport import Credentials
@@ -91,7 +91,7 @@ def swarm(
     start = time.monotonic()
     loop = PlainLoop()
     opened = carrier(loop)
-    terms = Terms(Credentials(secret, identity(name)))
+    settings = ConnectionSettings(Credentials(secret, identity(name)))
     attackers: dict[Attacker, float] = {}
     dialing = 0
 
@@ -112,7 +112,7 @@ def swarm(
         while len(attackers) + dialing < _PARALLEL and wanted():
             dialing += 1
             tally.connections += 1
-            Dialing(opened, address, terms, connected, failed)
+            Dialing(opened, address, settings, connected, failed)
         loop.run_until(_once(), loop.time() + 0.01)
         now = loop.time()
         for attacker, since in list(attackers.items()):
