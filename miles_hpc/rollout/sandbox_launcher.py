@@ -185,9 +185,10 @@ class _Launcher:
 
     def serve(self) -> None:
         """Until the host's end closes."""
+        poller = select.poll()  # not select(2), which ends at descriptor 1023: the host may have more
+        poller.register(self.channel, select.POLLIN)
         while True:
-            readable, _, _ = select.select([self.channel], [], [], 1.0 if self.pids else 30.0)
-            if readable:
+            if poller.poll(1_000 if self.pids else 30_000):
                 message, fds, _, _ = socket.recv_fds(self.channel, 256, 2)
                 for fd in fds:
                     os.set_inheritable(fd, False)  # Python 3.11 drops the flag that would say so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -562,6 +563,24 @@ def test_commands_inherit_three_descriptors(play: Play) -> None:
         assert (await sh("ls /proc/self/fd | wc -l")).output == "4\n"  # and the one that ls has opened
 
     play(scene)
+
+
+def test_a_host_with_thousands_of_descriptors(play: Play) -> None:
+    """Descriptors above 1023, as the host of many connections has, are out of select(2)'s range."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+
+    async def scene(sh: Shell) -> None:
+        assert held[-1] > 1023
+        assert (await sh("cat b; exit 3")).exit_code == 3
+
+    try:
+        play(scene)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_auto_takes_the_first_that_works_and_says_why_none_does(monkeypatch: pytest.MonkeyPatch) -> None:

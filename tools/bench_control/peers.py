@@ -101,8 +101,9 @@ class ForkedPeers:
     def _ask(self, request: _Request) -> list[int]:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-        ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
-        line = self._process.stdout.readline() if ready else b""
+        answers = select.poll()
+        answers.register(self._process.stdout, select.POLLIN)
+        line = self._process.stdout.readline() if answers.poll(_START_S * 1000) else b""
         if not line:
             raise RuntimeError("the peers' process ended or hangs; see the arm's log")
         return msgspec.json.decode(line, type=list[int])

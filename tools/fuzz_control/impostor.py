@@ -72,7 +72,9 @@ def _pretend(rng: Random, sock: socket.socket, loop: PlainLoop, acceptor: Accept
         words = changed(rng, message(challenge))
     else:
         sock.sendall(message(challenge))
-        loop.run_until(lambda: bool(select.select([sock], [], [], 0)[0]), loop.time() + _PATIENCE_S)
+        answers = select.poll()
+        answers.register(sock, select.POLLIN)
+        loop.run_until(lambda: bool(answers.poll(0)), loop.time() + _PATIENCE_S)
         welcome, _ = acceptor.welcome(sock.recv(8192)[2:])
         if how == 3:
             words = message(changed(rng, welcome))
