@@ -28,6 +28,7 @@ _WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
 _MAX_CANCELLED = 100  # timers that are kept though they were cancelled, however few the others are
 _STUCK_S = 0.05  # without any event, before what was put off is called all the same
+_FOLLOWERS = 1  # callbacks that these callbacks plan and that run before the next look: a flush of what they sent
 _EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
 
@@ -201,8 +202,8 @@ class PlainLoop:
         self.depth += 1
         try:
             while True:
-                for _ in range(len(ready)):
-                    if not ready:  # an inner run_until was quicker
+                for _ in range(len(ready) + _FOLLOWERS):
+                    if not ready:
                         break
                     callback, args = ready.popleft()
                     try:
