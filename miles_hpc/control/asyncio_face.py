@@ -360,3 +360,8 @@ class AsyncTransport(Transport):
 
     def chosen(self) -> dict[str, str]:
         return self.carrier.chosen()
+
+    def close(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None
