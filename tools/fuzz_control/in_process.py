@@ -17,7 +17,8 @@ from random import Random
 import msgspec
 
 from miles_hpc.control.auth import Acceptor, Dialer, SessionKeys
-from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
+from miles_hpc.control.conversation import Conversation, Face
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange, Incoming
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     INLINE_BYTES,
