@@ -102,6 +102,9 @@ class SlowTransport(Transport):
     def chosen(self) -> dict[str, str]:
         return self._transport.chosen()
 
+    def close(self) -> None:
+        self._transport.close()
+
 
 # ------------------------------------------------------------------------------------------------ arms
 

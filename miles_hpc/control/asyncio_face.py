@@ -19,7 +19,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from miles_hpc.control.auth import SessionKeys
-from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
+from miles_hpc.control.conversation import Conversation, Face
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange, Incoming
 from miles_hpc.control.frames import Limits
 from miles_hpc.control.greeting import ConnectionSettings, Dialing, Greeter
 from miles_hpc.control.wire import Carrier, Loop, Wire
@@ -360,3 +361,8 @@ class AsyncTransport(Transport):
 
     def chosen(self) -> dict[str, str]:
         return self.carrier.chosen()
+
+    def close(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from miles_hpc.control.auth import SessionKeys
-from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
+from miles_hpc.control.conversation import Conversation, Face
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange, Incoming
 from miles_hpc.control.frames import Limits
 from miles_hpc.control.greeting import ConnectionSettings, Dialing, Greeter
 from miles_hpc.control.plain_loop import PlainLoop

@@ -32,16 +32,24 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from miles_hpc.control.auth import SessionKeys
-from miles_hpc.control.frames import Failure, Frame, Limits, Opener, Sealer, byte_views
+from miles_hpc.control.exchange import (
+    ACKED,
+    MAX_REASON_CHARS,
+    STREAM_WINDOW,
+    Exchange,
+    Incoming,
+    content_of,
+    failure_header,
+    read_failure,
+)
+from miles_hpc.control.frames import Frame, Limits, Opener, Sealer, byte_views
 from miles_hpc.control.wire import Loop, TimerHandle, Wire
 from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, PeerLost, ProtocolError, RemoteError
-from miles_hpc.core.messages import Ack, Message, decode, encode
+from miles_hpc.core.messages import Message, decode, encode
 from miles_hpc.core.transport import Buffer, HandlerResult, PeerIdentity, Reply
 
-__all__ = ["STREAM_WINDOW", "Conversation", "Exchange", "Face", "Incoming"]
+__all__ = ["Conversation", "Face"]
 
-#: Items of a stream that may be on their way or unread.
-STREAM_WINDOW = 16
 #: With more than so many bytes on their way to a peer, its calls wait.
 HIGH_WATER_BYTES = 64 << 20
 #: How long an orderly end may take to leave.
@@ -50,93 +58,16 @@ FLUSH_S = 1.0
 _EARLY_BYTES = 1024  # so much isn't kept for the loop's next round: about 16 small frames
 _URGENT_SLACK = 64  # urgent messages that may be on their way beyond the window
 _URGENT_BYTES = 64 << 10  # size of such a message
-_MAX_FAILURE_CHARS = 16_384
-_MAX_REASON_CHARS = 500  # of what a peer's broken frame can make us say and log
 _CREDIT = struct.Struct("<IQ")  # messages, bytes
 _EMPTY = memoryview(b"")
-_ACKED = Ack()
-_ACK = encode(_ACKED)
-_ACK_REPLY = Reply(_ACKED, _EMPTY)
-_failure_decoder = msgspec.msgpack.Decoder(Failure)
+_ACK = encode(ACKED)
+_ACK_REPLY = Reply(ACKED, _EMPTY)
 
 _CALL, _REPLY, _FAILURE, _NOTIFY = int(Frame.CALL), int(Frame.REPLY), int(Frame.FAILURE), int(Frame.NOTIFY)
 _STREAM, _ITEM, _CANCEL, _CREDIT_FRAME = int(Frame.STREAM), int(Frame.ITEM), int(Frame.CANCEL), int(Frame.CREDIT)
 
 _ASKING = frozenset((_CALL, _NOTIFY, _STREAM))
 _KINDS = frozenset(map(int, Frame))
-
-
-def _failure(kind: str, text: str) -> bytes:
-    text = text[:_MAX_FAILURE_CHARS]
-    try:
-        return msgspec.msgpack.encode(Failure(kind, text))
-    except UnicodeEncodeError:  # Python keeps the odd bytes of file names as lone surrogates
-        return msgspec.msgpack.encode(Failure(kind, text.encode(errors="replace").decode()))
-
-
-def _read_failure(header: bytes) -> Failure:
-    failure = _failure_decoder.decode(header)
-    return Failure(failure.kind[:_MAX_REASON_CHARS], failure.text[:_MAX_FAILURE_CHARS])
-
-
-def _content(result: Message | tuple[Message, Sequence[Buffer]] | None) -> tuple[bytes, Sequence[memoryview], int]:
-    """Header and payload of what a handler gave. Raises TypeError when that isn't a message."""
-    message, payload = result if isinstance(result, tuple) else (_ACKED if result is None else result, ())
-    if not isinstance(message, Message):
-        raise TypeError(f"a handler answered {type(message).__name__}, expected a Message, or one and its payload")
-    views, n_bytes = byte_views(payload) if payload else ((), 0)
-    return encode(message), views, n_bytes
-
-
-class Exchange(msgspec.Struct, eq=False):
-    """One call, stream or notify of ours. `result` is None until it has ended; then a Reply or an error.
-
-    A struct, as Incoming is: it's made in C, once for every call.
-    """
-
-    kind: int
-    name: str
-    header: bytes
-    views: Sequence[memoryview]
-    cost: int  # bytes of the peer's window
-    call_id: int = 0  # 0 until it has left
-    item_room: int = STREAM_WINDOW  # items that the peer may still send
-    start: float = 0.0
-    end: float = 0.0
-    result: Reply | Exception | None = None
-    on_done: Callable[[Exchange], None] | None = None
-    on_item: Callable[[Reply], None] | None = None
-
-    def expired(self, peer: str, now: float) -> DeadlineExpired:
-        """The error of a deadline that has passed."""
-        limit = self.end - self.start
-        return DeadlineExpired(f"{peer}: {self.name}: nothing after {now - self.start:.1f} s (limit {limit:.1f} s)")
-
-    def settle(self, result: Reply | Exception) -> None:
-        """End it, unless it has ended."""
-        if self.result is None:
-            self.result = result
-            if self.on_done is not None:
-                self.on_done(self)
-
-
-class Incoming(msgspec.Struct, eq=False):
-    """A message of the peer that a handler works on."""
-
-    kind: int
-    call_id: int
-    message: Message
-    payload: memoryview
-    cost: int
-    credit: int = STREAM_WINDOW  # items that may still be sent
-    held: bool = False  # not given to the face yet
-    unwanted: bool = False  # the caller gave up; for faces that begin handlers later
-    stop: Callable[[], None] | None = None  # set by the face: end the handler, nobody waits for it
-    more: Callable[[], None] | None = None  # set by the face: `ready_for_item` may have become true
-
-    @property
-    def wants_stream(self) -> bool:
-        return self.kind == _STREAM
 
 
 class Face(ABC):
@@ -324,10 +255,10 @@ class Conversation:
         try:
             if incoming.kind == _STREAM:
                 raise ProtocolError(f"{type(incoming.message).__name__}: its answer isn't a stream; ask with call()")
-            header, views, n_bytes = _content(result)
+            header, views, n_bytes = content_of(result)
             self._send(_REPLY, incoming.call_id, header, views, n_bytes)
         except Exception as error:  # too large for the peer, or not to be encoded: tell it, instead of letting it wait
-            self._send(_FAILURE, incoming.call_id, _failure(type(error).__name__, str(error)))
+            self._send(_FAILURE, incoming.call_id, failure_header(type(error).__name__, str(error)))
 
     def fail(self, incoming: Incoming, error: BaseException) -> None:
         """The handler raised."""
@@ -336,7 +267,7 @@ class Conversation:
         elif self._finish(incoming):
             cancelled = not isinstance(error, Exception)  # asyncio.CancelledError, which has no text
             text = "the handler was cancelled" if cancelled else str(error)
-            self._send(_FAILURE, incoming.call_id, _failure(type(error).__name__, text))
+            self._send(_FAILURE, incoming.call_id, failure_header(type(error).__name__, text))
 
     def ready_for_item(self, incoming: Incoming) -> bool:
         """Whether the reader has room for another item, and the wire as well."""
@@ -346,7 +277,7 @@ class Conversation:
         """Send one item of a stream; only when `ready_for_item`. Raises ProtocolError when it's too large."""
         if self.is_closed or incoming.call_id not in self._serving:
             return
-        header, views, n_bytes = _content(result)
+        header, views, n_bytes = content_of(result)
         self._send(_ITEM, incoming.call_id, header, views, n_bytes)
         incoming.credit -= 1
 
@@ -390,7 +321,7 @@ class Conversation:
     def refuse(self, error: Exception) -> None:
         """Listener: on_connect raised."""
         if not self.is_closed:
-            self._send(Frame.REFUSE, 0, _failure(type(error).__name__, str(error)))
+            self._send(Frame.REFUSE, 0, failure_header(type(error).__name__, str(error)))
             self._end(f"refused: {error}")
             self._wire.close(FLUSH_S)
 
@@ -433,7 +364,7 @@ class Conversation:
 
     def _rare_frame(self, kind: int, call_id: int, header: bytes, payload: memoryview) -> None:
         if kind == _FAILURE:
-            failure = _read_failure(header)
+            failure = read_failure(header)
             self._answered(call_id, RemoteError(failure.text, kind=failure.kind, peer=self.peer.name))
         elif kind == _ITEM:
             exchange = self._exchanges.get(call_id)
@@ -451,14 +382,14 @@ class Conversation:
             if incoming is not None:
                 self._stop(incoming)
         elif kind == Frame.CLOSE:
-            reason = _read_failure(header).text
+            reason = read_failure(header).text
             self.abandon(f"closed by the peer: {reason}" if reason else "closed by the peer")
         elif not self._awaits_admission:
             raise ProtocolError(f"unexpected {Frame(kind).name}")
         elif kind == Frame.ADMIT:
             self._decided(None)
         else:
-            failure = _read_failure(header)
+            failure = read_failure(header)
             self._decided(
                 FencedError(failure.text)
                 if failure.kind == "FencedError"
@@ -629,7 +560,7 @@ class Conversation:
             return
         import logging
 
-        reason = reason[:_MAX_REASON_CHARS]
+        reason = reason[:MAX_REASON_CHARS]
         logging.getLogger(__name__).warning("%s: %s", self.peer.name, reason)
         self._say_goodbye(reason)
         self._end(reason)
@@ -637,7 +568,7 @@ class Conversation:
 
     def _say_goodbye(self, reason: str) -> None:
         try:
-            self._wire.send(int(Frame.CLOSE), 0, _failure("", reason), [], 0)
+            self._wire.send(int(Frame.CLOSE), 0, failure_header("", reason), [], 0)
         except (OSError, MilesError):
             pass
 

@@ -22,7 +22,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from hmac import compare_digest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -135,8 +135,13 @@ class _Direction:
         self._small = hashlib.blake2b(key=key, person=b"mhpc small", digest_size=TAG_BYTES)
         self._head = hashlib.blake2b(key=key, person=b"mhpc head", digest_size=TAG_BYTES)
         self._body_key = hashlib.blake2b(key=key, person=b"mhpc body", digest_size=32).digest()
+        self._beside_key = hashlib.blake2b(key=key, person=b"mhpc beside", digest_size=32).digest()
         self._limits = limits
         self._sequence = 0
+
+    def beside(self) -> Self:
+        """The same for a second channel in this direction, with a key and a sequence of its own."""
+        return type(self)(self._beside_key, self._limits)
 
     def _head_tag(self, head: Buffer) -> bytes:
         mac = self._head.copy()

@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["CARRIERS", "open_blocking_transport", "open_carrier", "open_transport"]
 
 #: The carriers by the name that a site or run file gives.
-CARRIERS = ("tcp", "ucx", "mpi", "loopback")
+CARRIERS = ("tcp", "tcp-only", "ucx", "mpi", "loopback")
 
 
 def open_carrier(kind: str, *, max_sleep_s: float | None = None) -> Callable[[Loop], Carrier]:
     """What opens the carrier `kind` on a loop. Raises UserError for another name or a missing package.
 
-    `max_sleep_s` is for mpi, which is polled: the longest sleep between two looks; longer ones cost less when idle.
+    tcp-only is tcp without Unix sockets between processes of one host. `max_sleep_s` is for mpi, which is polled: the
+    longest sleep between two looks; longer ones cost less when idle.
     """
-    if kind == "tcp":
+    if kind in ("tcp", "tcp-only"):
         from miles_hpc.control.tcp import TcpCarrier
 
-        return TcpCarrier
+        return partial(TcpCarrier, same_host=kind == "tcp")
     if kind == "ucx":
         from miles_hpc.control.ucx import UcxCarrier
         from miles_hpc.control.ucx_api import find_ucx

@@ -28,6 +28,9 @@ _WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _LONGEST_WAIT_S = 3600.0
 _MAX_CANCELLED = 100  # timers that are kept though they were cancelled, however few the others are
 _STUCK_S = 0.05  # without any event, before what was put off is called all the same
+_FOLLOWERS = 1  # callbacks that these callbacks plan and that run before the next look: a flush of what they sent
+_TAKEN_S = 0.0005  # a core that comes back later than this was taken by somebody who computes
+_KEPT_S = 1.0  # spins keep the core for so long then
 _EPOLL_STEP_S = 0.001  # what epoll rounds up to
 
 
@@ -65,6 +68,7 @@ class PlainLoop:
         self._arms: dict[Callable[[], bool], Callable[[], bool]] = {}  # by the poller that needs it
         self._back_off: BackOff | None = None  # when a poller bounds the sleeps
         self._numbers = itertools.count()
+        self._yield_from = 0.0  # the time from which on a spin may give the core away
         self.depth = 0  # how many run_until lie within one another
         self._put_off: deque[Callable[[bool], Any]] = deque()
         self._put_off_depth = 0
@@ -201,8 +205,8 @@ class PlainLoop:
         self.depth += 1
         try:
             while True:
-                for _ in range(len(ready)):
-                    if not ready:  # an inner run_until was quicker
+                for _ in range(len(ready) + _FOLLOWERS):
+                    if not ready:
                         break
                     callback, args = ready.popleft()
                     try:
@@ -265,17 +269,24 @@ class PlainLoop:
 
     def _spin(self) -> tuple[list[tuple[int, int]], bool]:
         """Look again and again for `spin_s`, until something is there. Returns also whether a poller did something."""
-        poll = self._epoll.poll
-        events, worked = poll(0), False
-        if not events:
-            end = self.time() + self.spin_s
-            while not events and not self._ready and self.time() < end:
-                worked = bool(self._pollers) and self._poll()
-                if worked:
-                    break
-                os.sched_yield()  # the one that is to answer may wait for this very core
-                events = poll(0)
-        return events, worked
+        poll, time = self._epoll.poll, self.time
+        events = poll(0)
+        if events:
+            return events, False
+        now = time()
+        end = now + self.spin_s
+        while not events and not self._ready and now < end:
+            if self._pollers and self._poll():
+                return [], True
+            if now >= self._yield_from:  # the one that is to answer may wait for this very core
+                before = now
+                os.sched_yield()
+                now = time()
+                if now - before > _TAKEN_S:  # somebody who computes has taken it: don't offer it again soon
+                    self._yield_from = now + _KEPT_S
+            events = poll(0)
+            now = time()
+        return events, False
 
     def _look(self, timeout: float) -> list[tuple[int, int]]:
         """Look once, and sleep until something is there or the time is over."""

@@ -34,7 +34,7 @@ class UcxCarrier(TcpCarrier):
     scheme = "ucx"
 
     def __init__(self, loop: Loop, open_api: Callable[[], UcxApi]) -> None:
-        super().__init__(loop)
+        super().__init__(loop, same_host=False)
         self._worker = UcxWorker(loop, open_api)
 
     def _wire(self, sock: socket.socket, remote: str) -> Wire:

@@ -1,6 +1,7 @@
 """Frames over UCX: the wire of one connection.
 
-    dial, accept ─▶ Line (TCP) ─ handshake ─▶ start_frames ─ sealed: worker's address, our tag ─▶ path number ─▶ frames
+    dial, accept ─▶ Line (TCP) ─ handshake ─▶ start_frames ─ worker's address, our tag ─▶ path number ─▶ frames
+                                                              └─ sealed, as all on the line from here on
 
 | waits | for | bounded by |
 |---|---|---|
@@ -39,7 +40,7 @@ from miles_hpc.control.frames import (
 from miles_hpc.control.ucx_api import MESSAGE_BYTES, Inbox, Path
 from miles_hpc.control.ucx_line import MAX_LINE_BYTES, Line
 from miles_hpc.control.ucx_pieces import LENGTH, PACK_BYTES, LargeFrame, header_inline, piece_bytes, take_piece
-from miles_hpc.control.ucx_worker import SharedPath, UcxWorker
+from miles_hpc.control.ucx_worker import News, SharedPath, UcxWorker
 from miles_hpc.control.wire import LOW_WATER_BYTES, TimerHandle, Wire
 from miles_hpc.core.errors import AuthenticationError, ProtocolError, UserError
 from miles_hpc.core.transport import Buffer
@@ -81,6 +82,8 @@ class UcxWire(Wire):
         self._reading = True  # whether what arrives is of interest
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
+        self._line_sealer: Sealer | None = None
+        self._line_opener: Opener | None = None
         self._inbox: Inbox | None = None
         self._shared: SharedPath | None = None
         self._path: Path | None = None  # once both sides know each other's end of it
@@ -110,6 +113,7 @@ class UcxWire(Wire):
 
     def start_frames(self, sealer: Sealer, opener: Opener) -> None:
         self._sealer, self._opener = sealer, opener
+        self._line_sealer, self._line_opener = sealer.beside(), opener.beside()
         self._line.believe()
         api = self._worker.api
         tag = secrets.randbits(64)
@@ -121,16 +125,27 @@ class UcxWire(Wire):
                 f"transport ucx: the worker's address takes {len(where)} bytes, expected less than {MAX_LINE_BYTES}; "
                 "choose fewer devices by UCX_NET_DEVICES"
             )
-        self._line.send(sealer.small(int(Frame.NOTIFY), 0, where, b""))
+        self._say(where)
+
+    def _say(self, words: bytes) -> None:
+        """Tell the peer beside the frames."""
+        assert self._line_sealer is not None
+        self._line.send(self._line_sealer.small(int(Frame.NOTIFY), 0, words, b""))
 
     def _line_message(self, data: bytes) -> None:
         try:
-            if self._opener is None:
+            if self._line_opener is None:
                 self.on_message(data)
-            elif self._shared is None:
-                self._told_where(data)
+                return
+            head = read_head(data)
+            self._line_opener.small(data)
+            words = data[HEAD_BYTES : HEAD_BYTES + head.header_bytes]
+            if self._shared is None:
+                where = _where_decoder.decode(words)
+                self._tag = where.tag
+                self.take_path(where.address)
             else:
-                kind, number = _RECORD.unpack(data)
+                kind, number = _RECORD.unpack(words)
                 if kind == _PATH_NUMBER:
                     self._told_path(number)
                 elif kind == _GOODBYE:
@@ -139,14 +154,6 @@ class UcxWire(Wire):
                     raise ProtocolError(f"unexpected {kind!r} beside the frames")
         except (ProtocolError, AuthenticationError, msgspec.MsgspecError, struct.error, RecursionError) as error:
             self._violated(str(error))
-
-    def _told_where(self, data: bytes) -> None:
-        assert self._opener is not None and self._inbox is not None
-        head = read_head(data)
-        self._opener.small(data)
-        where = _where_decoder.decode(data[HEAD_BYTES : HEAD_BYTES + head.header_bytes])
-        self._tag = where.tag
-        self.take_path(where.address)
 
     @property
     def is_new(self) -> bool:
@@ -164,19 +171,24 @@ class UcxWire(Wire):
         self._shared = shared
         shared.wires.add(self)
         self._inbox.attach(shared.path)
-        self._line.send(_RECORD.pack(_PATH_NUMBER, shared.number))
+        self._say(_RECORD.pack(_PATH_NUMBER, shared.number))
 
     def _told_path(self, number: int) -> None:
         shared = self._shared
         assert shared is not None
-        if not shared.agree(number):
+        news = shared.told(number)
+        if news is News.LEFT:
+            reason = "endpoint closed: the peer has left this connection's path"
             if not self.is_new:
-                raise ProtocolError("another path in the middle of a conversation")
-            shared.leave("endpoint closed: the peer has left this connection's path")  # takes another one for us
+                self.fail(reason)
+                return
+            shared.leave(reason)  # takes another one for us
             shared = self._shared
             if shared is None:
                 return
-            shared.agree(number)
+            news = shared.told(number)
+        if news is News.OLD:
+            return
         self._path = shared.path
         self._pump()
 
@@ -457,7 +469,7 @@ class UcxWire(Wire):
         if not self._said_goodbye and not self._out:
             self._said_goodbye = True
             if self._shared is not None:
-                self._line.send(_RECORD.pack(_GOODBYE, self._n_sent))
+                self._say(_RECORD.pack(_GOODBYE, self._n_sent))
             self._line.finish()
 
     def _unanswered(self) -> None:
@@ -479,7 +491,7 @@ class UcxWire(Wire):
         if not self._open:
             return
         if goodbye and self._shared is not None and not self._said_goodbye:
-            self._line.send(_RECORD.pack(_GOODBYE, self._n_sent))
+            self._say(_RECORD.pack(_GOODBYE, self._n_sent))
         self._open = False
         self._stop_reading()
         for timer in (self._closing, self._last_words):

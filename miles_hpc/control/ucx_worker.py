@@ -4,25 +4,39 @@
 wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end. It is
 left when the last wire's end isn't answered, since it may be stuck behind a broken link, and closed when UCX reports
 its failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers tell a side
-that the other has left the path which it still holds; it takes another one then.
+that the other has left the path which it still holds; it takes another one then. They count up, since they come over
+the wires' own lines: one that was overtaken by a later one of another wire is old news, and is followed by the later.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import logging
-import secrets
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from miles_hpc.control.ucx_api import Path, UcxApi, lanes
 from miles_hpc.control.wire import Loop, TimerHandle
 
-__all__ = ["IDLE_S", "PathUser", "SharedPath", "UcxWorker"]
+__all__ = ["IDLE_S", "News", "PathUser", "SharedPath", "UcxWorker"]
 
 #: A worker without wires is released after so long.
 IDLE_S = 5.0
 
 _ROUNDS = 64  # of progress per event
+
+#: Workers whose owners have closed them before they could be released; each is used by its own thread only.
+_unreleased: list[UcxWorker] = []
+
+
+class News(enum.Enum):
+    """What a path number that the peer tells means."""
+
+    AGREED = "the other end of our path"
+    LEFT = "the peer has left the path that we hold, and taken another one"
+    OLD = "the peer has taken another one since, and will tell"
 
 
 class PathUser(Protocol):
@@ -52,16 +66,20 @@ class UcxWorker:
         self._api: UcxApi | None = None
         self._paths: dict[bytes, SharedPath] = {}
         self._left: set[SharedPath] = set()  # given up by us, not by UCX
+        self.numbers = itertools.count(1)  # of our paths
+        self.newest: dict[bytes, int] = {}  # number that we were told of a path here, by the peer's worker
         self._n_wires = 0
         self._inside = False
         self._planned = False
         self._polled = False
         self._idle: TimerHandle | None = None
+        self._thread = threading.get_ident()
 
     @property
     def api(self) -> UcxApi:
         """The worker, opened when it isn't."""
         if self._api is None:
+            _release_others()
             self._api = self._open_api()
             if not self._n_wires:
                 self._idle = self.loop.call_later(IDLE_S, self._idled)
@@ -180,17 +198,27 @@ class UcxWorker:
             path.fail("endpoint closed: the worker is released")
         self._api.close()
         self._api = None
+        self.newest.clear()
         return True
 
     def close(self) -> None:
-        """Release it now, if that can be done safely; else it stays as it is until the process ends."""
+        """Release it now if that can be done safely; else when this thread opens or closes another one."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
         for path in [*self._paths.values(), *self._left]:
             path.end_wires("endpoint closed: the transport is closed")
+        _release_others()
         if self._api is not None and not self._release():
-            self._api = None
+            _unreleased.append(self)
+
+    def release_if_possible(self) -> bool:
+        """Once more, after `close`. Returns whether nothing is left to do here."""
+        return self._thread == threading.get_ident() and (self._api is None or self._release())
+
+
+def _release_others() -> None:
+    _unreleased[:] = [worker for worker in _unreleased if not worker.release_if_possible()]
 
 
 class SharedPath:
@@ -198,7 +226,7 @@ class SharedPath:
 
     def __init__(self, worker: UcxWorker, address: bytes) -> None:
         self.address = address
-        self.number = secrets.randbits(64)
+        self.number = next(worker.numbers)
         self.peer_number: int | None = None
         self.wires: set[PathUser] = set()
         self.unheard = False  # something was sent of which we don't know that it arrived
@@ -211,12 +239,16 @@ class SharedPath:
         self.heard = True
         logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
 
-    def agree(self, number: int) -> bool:
-        """The peer tells the number of its end. False when it isn't the end that we have talked to."""
+    def told(self, number: int) -> News:
+        """The peer tells the number of its end."""
+        newest = self._worker.newest
+        if number < newest.get(self.address, 0):
+            return News.OLD
+        newest[self.address] = number
         if self.peer_number is not None and self.peer_number != number and self.heard:
-            return False
+            return News.LEFT
         self.peer_number = number
-        return True
+        return News.AGREED
 
     def leave(self, reason: str) -> None:
         """Don't use it any more: its other end is gone, or it may be stuck. New wires move on, others end."""

@@ -169,7 +169,7 @@ class JobConfig(Section, frozen=True, kw_only=True):
 class ControlConfig(Section, frozen=True, kw_only=True):
     """The control layer. All times in seconds."""
 
-    transport: Literal["tcp", "ucx"] = "tcp"
+    transport: Literal["tcp", "tcp-only", "ucx"] = "tcp"
     interface: str = ""  # interfaces to bind: names and patterns, as "ib0", "ib0,ib1", "hsn*"; "" = the site's
     heartbeat_interval_s: float = 1.0
     lost_after_s: float = 4.5  # no heartbeat for so long: lost; leaves half a second of the 5 s that are promised

@@ -175,6 +175,10 @@ class Transport(ABC):
     def chosen(self) -> dict[str, str]:
         """What the transport runs on, for logs and `doctor`: library, version, devices, where it knows them."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Release what its listeners and endpoints shared; they were closed before."""
+
 
 # ------------------------------------------------------------------------------------------------ blocking
 

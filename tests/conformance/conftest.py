@@ -8,7 +8,7 @@ from miles_hpc.control.opening import open_carrier
 from miles_hpc.core.errors import UserError
 
 #: Elastic ones lose and admit peers while they run. Under mpi any loss means the next start.
-ELASTIC_KINDS = ["loopback", "tcp", "ucx"]
+ELASTIC_KINDS = ["loopback", "tcp", "tcp-only", "ucx"]
 CORE_KINDS = [*ELASTIC_KINDS, pytest.param("mpi", marks=pytest.mark.mpi)]
 
 FACES = ["asyncio", "blocking"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_hpc.control.conversation import STREAM_WINDOW
+from miles_hpc.control.exchange import STREAM_WINDOW
 from miles_hpc.control.frames import Limits
 from miles_hpc.core.errors import DeadlineExpired, RemoteError
 from miles_hpc.core.messages import EndSession, Generate, Heartbeat, Message, Shutdown

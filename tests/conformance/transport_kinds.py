@@ -107,8 +107,7 @@ async def release() -> None:
     for entry in list(_made):
         if entry[0] is loop:
             _made.remove(entry)
-            if entry[1]._carrier is not None:
-                entry[1]._carrier.close()
+            entry[1].close()
 
 
 async def until(condition: Callable[[], bool]) -> None:

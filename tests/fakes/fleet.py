@@ -122,12 +122,18 @@ async def fleet(
     **options: Any,
 ) -> AsyncIterator[Fleet]:
     """`n` peers that listen, and a FanOut with `options` that sends as a tree unless told otherwise."""
+    transports: list[Transport] = []
+
+    def transport(name: str) -> Transport:
+        transports.append(wrap(open_transport(kind, credentials(name))))
+        return transports[-1]
+
     peers = []
     for number in range(n):
         name = f"peer{number:03}"
         fate = fates[number] if number < len(fates) else ""
-        peers.append(Peer(name, wrap(open_transport(kind, credentials(name))), fate=fate, **(links or {})))
-    root_links = Links(wrap(open_transport(kind, credentials("root"))), **(links or {}))
+        peers.append(Peer(name, transport(name), fate=fate, **(links or {})))
+    root_links = Links(transport("root"), **(links or {}))
     root = FanOut(root_links, name="root", **{"direct_up_to": 0, **options})
     try:
         for peer in peers:
@@ -142,3 +148,6 @@ async def fleet(
                 await peer.kill()
             except PeerLost:
                 pass
+        await asyncio.sleep(0.05)  # goodbyes arrive
+        for one in transports:
+            one.close()

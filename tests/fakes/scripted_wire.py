@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_hpc.control.auth import SessionKeys
-from miles_hpc.control.conversation import Conversation, Face, Incoming
+from miles_hpc.control.conversation import Conversation, Face
+from miles_hpc.control.exchange import Incoming
 from miles_hpc.control.frames import INLINE_BYTES, Frame, Limits, Opener, Sealer
 from miles_hpc.control.wire import LOW_WATER_BYTES, Wire
 from miles_hpc.core.transport import PeerIdentity

@@ -166,10 +166,12 @@ def recorded() -> dict[str, ArmResult]:
     return {
         "ray": arm_with(620.0, 5000.0, 0.9, 0.5),
         "zmq-tcp": arm_with(25.0, 125000.0, 2.5, 4.0),
+        "zmq-ipc": arm_with(25.0, 125000.0, 2.5, 2.5),
         "ucx-raw": arm_with(30.0, 50000.0, 1.0, 2.0),
         "mpi-raw": arm_with(2.0, 400000.0, 8.0, 8.0),
         "ours-tcp-blocking": arm_with(30.0, 80000.0, 2.0, 1.0),
         "ours-tcp-nospin": arm_with(20.0, 110000.0, 1.5, 1.5),
+        "ours-tcp-only-blocking": arm_with(35.0, 80000.0, 2.0, 1.0),
         "ours-ucx-blocking": arm_with(40.0, 60000.0, 1.5, 1.5),
         "start-srun": start_of((8, 0.1), (64, 0.3)),
         "start-ours-tcp": start_of((8, 0.6), (64, 2.3)),
@@ -186,8 +188,10 @@ def test_summary_of_a_whole_run() -> None:
     assert found["calls_ratio_ours_over_ray"] == pytest.approx(22.0)
     # argument 2.0 (spinning) over 0.9, result 1.5 (sleeping) over 0.5: the worse of the two
     assert found["bulk_8mib_ratio_ours_over_ray"] == pytest.approx(2.0 / 0.9)
-    # argument 2.0 over 2.5, result 1.5 over 4.0
-    assert found["bulk_8mib_ratio_ours_over_zmq"] == pytest.approx(0.375)
+    # argument 2.0 over 2.5, result 1.0 over 4.0, both through the network stack
+    assert found["bulk_8mib_ratio_ours_over_zmq"] == pytest.approx(0.25)
+    # argument 2.0 over 2.5, result 1.5 over 2.5, both over Unix sockets
+    assert found["bulk_8mib_ratio_ours_over_zmq_ipc"] == pytest.approx(0.6)
     # argument 1.5 over 1.0, result 1.5 over 2.0, both on ucx
     assert found["bulk_8mib_ratio_ours_over_ucx"] == pytest.approx(0.75)
     assert found["bulk_8mib_ratio_ours_over_mpi"] is None  # ours-mpi wasn't measured
@@ -203,6 +207,7 @@ def test_summary_of_a_whole_run() -> None:
         "calls_ratio_ours_over_ray": True,
         "bulk_8mib_ratio_ours_over_ray": True,
         "bulk_8mib_ratio_ours_over_zmq": False,
+        "bulk_8mib_ratio_ours_over_zmq_ipc": False,
         "bulk_8mib_ratio_ours_over_ucx": True,
         "startup_s_ours_minus_srun": True,
     }
@@ -217,7 +222,19 @@ def test_each_arm_counts_with_its_better_placement() -> None:
     assert summarise(arms)["p50_us_ray"] == pytest.approx(1240.0)
 
 
-@pytest.mark.parametrize("missing", ["ray", "zmq-tcp", "ucx-raw", "ours-ucx-blocking", "start-srun", "start-ours-tcp"])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "ray",
+        "zmq-tcp",
+        "zmq-ipc",
+        "ours-tcp-only-blocking",
+        "ucx-raw",
+        "ours-ucx-blocking",
+        "start-srun",
+        "start-ours-tcp",
+    ],
+)
 def test_what_was_not_measured_is_none_and_the_rest_stays(missing: str) -> None:
     arms = recorded()
     arms[missing] = ArmResult(about="recorded", errors={"1 peer": "No module named 'x'"})
@@ -225,6 +242,8 @@ def test_what_was_not_measured_is_none_and_the_rest_stays(missing: str) -> None:
     keys = {
         "ray": ["p50_ratio_ray_over_ours", "calls_ratio_ours_over_ray", "bulk_8mib_ratio_ours_over_ray"],
         "zmq-tcp": ["bulk_8mib_ratio_ours_over_zmq"],
+        "zmq-ipc": ["bulk_8mib_ratio_ours_over_zmq_ipc"],
+        "ours-tcp-only-blocking": ["bulk_8mib_ratio_ours_over_zmq"],
         "ucx-raw": ["bulk_8mib_ratio_ours_over_ucx"],
         "ours-ucx-blocking": ["bulk_8mib_ratio_ours_over_ucx"],
         "start-srun": ["startup_s_ours_minus_srun"],
@@ -260,6 +279,7 @@ def check_shape(report: dict[str, Any]) -> None:
         "bulk_8mib_ratio_ours_over_ray",
         "bulk_8mib_ratio_ours_over_ucx",
         "bulk_8mib_ratio_ours_over_zmq",
+        "bulk_8mib_ratio_ours_over_zmq_ipc",
         "startup_s_ours_minus_srun",
         "ours_transport",
     } <= report["summary"].keys()
@@ -401,7 +421,7 @@ def test_a_small_run_gives_the_whole_object(tmp_path: Path) -> None:
     ours = report["arms"]["ours-tcp-nospin"]
     if "1 peer" not in ours["errors"]:  # left out only when the machine is so busy that the time is over
         assert {cell.name for cell in plan.quick().cells if cell.peers == 1} <= ours["cells"].keys()
-        assert report["summary"]["ours_transport"] == "tcp"
+        assert report["summary"]["ours_transport"] in ("tcp", "tcp-only")
         assert report["summary"]["p50_us_ours"] > 0
     assert report["summary"]["p50_ratio_ray_over_ours"] is None
     assert report["summary"]["startup_s_ours_minus_srun"] is None

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from miles_hpc.control.auth import SessionKeys
-from miles_hpc.control.conversation import HIGH_WATER_BYTES, STREAM_WINDOW, Conversation, Exchange, Face, Incoming
+from miles_hpc.control.conversation import HIGH_WATER_BYTES, Conversation, Face
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange, Incoming
 from miles_hpc.control.frames import Failure, Frame, Limits
 from miles_hpc.control.plain_loop import PlainLoop
 from miles_hpc.core.errors import DeadlineExpired, PeerLost, RemoteError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from miles_hpc.control import conversation
-from miles_hpc.control.conversation import STREAM_WINDOW, Exchange, Incoming
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange, Incoming
 from miles_hpc.control.frames import Frame, Limits
 from miles_hpc.core.errors import DeadlineExpired, PeerLost, RemoteError
 from miles_hpc.core.messages import EndSession, Generate, Heartbeat, Message

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles_hpc.control.conversation import STREAM_WINDOW, Exchange
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange
 from miles_hpc.control.frames import Frame, Limits
 from miles_hpc.core.errors import DeadlineExpired, PeerLost, RemoteError
 from miles_hpc.core.messages import Ack, EndSession, Generate, Heartbeat, Message, Shutdown

@@ -159,6 +159,19 @@ def test_a_mac_of_one_use_is_none_of_another() -> None:
         opener().large(read_head(small), small[:HEAD_BYTES], small[HEAD_BYTES:])
 
 
+def test_a_second_channel_has_a_key_and_a_sequence_of_its_own() -> None:
+    main, beside = sealer(), sealer().beside()
+    theirs = opener()
+    theirs_beside = theirs.beside()
+    for n in range(3):
+        theirs.small(main.small(Frame.CALL, n, b"frames", b""))
+        theirs_beside.small(beside.small(Frame.NOTIFY, 0, b"beside", b""))
+    with pytest.raises(AuthenticationError):
+        theirs.small(beside.small(Frame.NOTIFY, 0, b"beside", b""))
+    with pytest.raises(AuthenticationError):
+        theirs_beside.small(main.small(Frame.CALL, 3, b"frames", b""))
+
+
 def test_sizes_are_checked_when_sealing_and_when_opening() -> None:
     narrow = Limits(header_bytes=10, payload_bytes=20)
     with pytest.raises(ProtocolError, match="header of 11 bytes, limit 10"):

@@ -12,13 +12,13 @@ ME = Credentials(bytes(32), PeerIdentity(role="trainer", name="a", host="h", pid
 
 
 def test_transports_by_name() -> None:
-    for kind in ("tcp", "loopback"):
+    for kind, scheme in (("tcp", "tcp"), ("tcp-only", "tcp"), ("loopback", "loopback")):
         blocking = open_blocking_transport(kind, ME)
-        assert blocking.chosen()["transport"] == kind
+        assert blocking.chosen()["transport"] == scheme
+        assert blocking.listen(lambda *_: None).address.startswith(f"{scheme}://")
         blocking.close()
-        assert open_carrier(kind).scheme == kind
     for opened in (open_carrier, lambda kind: open_transport(kind, ME), lambda kind: open_blocking_transport(kind, ME)):
-        with pytest.raises(UserError, match="transport 'udp': expected tcp, ucx, mpi, loopback"):
+        with pytest.raises(UserError, match="transport 'udp': expected tcp, tcp-only, ucx, mpi, loopback"):
             opened("udp")
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from miles_hpc.control import plain_loop
 from miles_hpc.control.plain_loop import PlainLoop
 
 WAIT_S = 60.0
@@ -509,6 +511,42 @@ def test_a_spinning_loop_sees_events_timers_and_threads() -> None:
         loop.remove_reader(ours.fileno())
     assert ran == [b"by a timer", "by a thread"]
     loop.close()
+
+
+@pytest.mark.parametrize(("away_s", "yields"), [(0.0, range(3, 100_000)), (0.002, range(1, 2))])
+def test_a_spin_gives_the_core_away_unless_somebody_computes_on_it(
+    away_s: float, yields: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer on the same core gives it back soon; what computes takes its whole slice, again and again."""
+    calls: list[float] = []
+
+    def sched_yield() -> None:
+        calls.append(away_s)
+        time.sleep(away_s)
+
+    monkeypatch.setattr(plain_loop.os, "sched_yield", sched_yield)
+    loop = PlainLoop(spin_s=0.01)
+    for _ in range(3):
+        assert not loop.run_until(lambda: False, loop.time() + 0.011)
+    assert len(calls) in yields
+    loop.close()
+
+
+def test_what_callbacks_plan_runs_before_the_next_look_but_does_not_keep_it_off(loop: PlainLoop) -> None:
+    ours, theirs = socket.socketpair()
+    ran: list[str] = []
+
+    def again() -> None:
+        ran.append("again")
+        loop.call_soon(again)
+
+    with ours, theirs:
+        theirs.send(b"x")
+        loop.add_reader(ours.fileno(), lambda: ran.append("reader"))
+        loop.call_soon(again)
+        assert loop.run_until(lambda: "reader" in ran, loop.time() + WAIT_S)
+        assert ran[: ran.index("reader")] == ["again"] * 2
+        loop.remove_reader(ours.fileno())
 
 
 def test_what_a_poller_does_while_the_loop_spins_ends_the_wait() -> None:

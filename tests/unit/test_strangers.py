@@ -6,6 +6,7 @@ import asyncio
 import base64
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,11 @@ SECRET = new_secret()
 WAIT_S = 60.0  # a bound against hanging, not an expectation
 FACES = ["asyncio", "blocking"]
 HAS_UCX = any(map(importlib.util.find_spec, ("ucxx", "ucp")))
-KINDS = ["tcp", pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="neither ucxx nor ucx-py is here"))]
+KINDS = [
+    "tcp",
+    "tcp-only",
+    pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="neither ucxx nor ucx-py is here")),
+]
 
 
 def credentials(name: str, *, secret: bytes = SECRET, attempt: int = 1, term: int = 1) -> Credentials:
@@ -166,7 +171,8 @@ def test_wrong_secret(face: str, kind: str, caplog: pytest.LogCaptureFixture) ->
         assert not listener.handled
         assert not listener.joined
     (line,) = refusals(caplog)
-    assert "from 127.0.0.1 refused: the dialer didn't prove that it knows this run's secret" in line
+    who = f"pid {os.getpid()} (user {os.geteuid()}) of this host" if kind == "tcp" else "127.0.0.1"
+    assert f"from {who} refused: the dialer didn't prove that it knows this run's secret" in line
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -58,9 +58,11 @@ class ArmSpec:
 
 
 def _ours(transport: str, face: str, *, full_only: bool = False) -> ArmSpec:
-    about = f"ours over {transport}, {face} face on both sides, MACs on"
+    within = {"tcp": "tcp (Unix sockets, within this host)", "tcp-only": "tcp through the network stack"}
+    over = within.get(transport, transport)
+    about = f"ours over {over}, {face} face on both sides, MACs on"
     if face == "nospin":
-        about = f"ours over {transport}, blocking face that sleeps at once (spin_s=0), MACs on"
+        about = f"ours over {over}, blocking face that sleeps at once (spin_s=0), MACs on"
     if transport == "loopback":
         about = f"ours within one process, {face} face: no sockets, no frame MACs"
     return ArmSpec(
@@ -125,6 +127,7 @@ ARMS: dict[str, ArmSpec] = {
         _ours("tcp", "blocking"),
         _ours("tcp", "nospin"),
         _ours("tcp", "asyncio"),
+        _ours("tcp-only", "blocking"),
         _ours("ucx", "blocking"),
         _ours("ucx", "nospin", full_only=True),
         _ours("ucx", "asyncio", full_only=True),
@@ -149,6 +152,8 @@ FIRST = {
     "ours-tcp-blocking": 0,
     "ours-tcp-nospin": 0,
     "zmq-tcp": 0,
+    "zmq-ipc": 1,
+    "ours-tcp-only-blocking": 1,
     "start-srun": 0,
     "start-ours-tcp": 0,
     "ours-ucx-blocking": 1,
@@ -306,6 +311,7 @@ GOALS = (
     Goal(key="calls_ratio_ours_over_ray", at_least=20.0),
     Goal(key="bulk_8mib_ratio_ours_over_ray", at_least=2.0),
     Goal(key="bulk_8mib_ratio_ours_over_zmq", at_least=0.7),
+    Goal(key="bulk_8mib_ratio_ours_over_zmq_ipc", at_least=0.7),
     Goal(key="bulk_8mib_ratio_ours_over_ucx", at_least=0.7),
     Goal(key="startup_s_ours_minus_srun", at_most=3.0),
 )

@@ -14,10 +14,15 @@ from tools.bench_control.spread import ArmResult, Measured
 
 __all__ = ["TRANSPORTS", "summarise"]
 
-TRANSPORTS = ("tcp", "ucx", "mpi")
+TRANSPORTS = ("tcp", "tcp-only", "ucx", "mpi")
 _DIRECTIONS = ("argument", "result")
-#: The library that a transport of ours is held against.
-_RAW = {"tcp": "zmq-tcp", "ucx": "ucx-raw", "mpi": "mpi-raw"}
+#: The library that a transport of ours is held against: Unix sockets with Unix sockets, TCP with TCP.
+_RAW = {
+    "tcp": ("zmq_ipc", "zmq-ipc"),
+    "tcp-only": ("zmq", "zmq-tcp"),
+    "ucx": ("ucx", "ucx-raw"),
+    "mpi": ("mpi", "mpi-raw"),
+}
 
 
 def summarise(arms: Mapping[str, ArmResult]) -> dict[str, Any]:
@@ -46,9 +51,8 @@ def summarise(arms: Mapping[str, ArmResult]) -> dict[str, Any]:
             for name, names in _bulk_names(arms).items()
         },
     }
-    for transport, raw in _RAW.items():
-        key = f"bulk_8mib_ratio_ours_over_{raw.partition('-')[0]}"
-        summary[key] = _worse_bulk_ratio(arms, _ours(arms, transport), (raw,))
+    for transport, (key, raw) in _RAW.items():
+        summary[f"bulk_8mib_ratio_ours_over_{key}"] = _worse_bulk_ratio(arms, _ours(arms, transport), (raw,))
     summary |= {
         "startup_workers": width or None,
         "startup_s_srun": srun,

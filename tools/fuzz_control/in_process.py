@@ -1,6 +1,6 @@
 """The parts on their own, where a broken frame costs microseconds instead of a connection.
 
-wires          TcpWire on a socket pair: a stream of frames, broken at one place, in pieces of any size
+wires          StreamWire on a socket pair: a stream of frames, broken at one place, in pieces of any size
 seals          Opener: one broken frame against one honest one
 handshakes     Acceptor and Dialer: broken messages at every step
 conversations  Conversation on a wire of its own making: any frames in any order, in both roles, with calls in flight
@@ -17,7 +17,8 @@ from random import Random
 import msgspec
 
 from miles_hpc.control.auth import Acceptor, Dialer, SessionKeys
-from miles_hpc.control.conversation import STREAM_WINDOW, Conversation, Exchange, Face, Incoming
+from miles_hpc.control.conversation import Conversation, Face
+from miles_hpc.control.exchange import STREAM_WINDOW, Exchange, Incoming
 from miles_hpc.control.frames import (
     HEAD_BYTES,
     INLINE_BYTES,
@@ -30,7 +31,7 @@ from miles_hpc.control.frames import (
     read_head,
 )
 from miles_hpc.control.plain_loop import PlainLoop
-from miles_hpc.control.tcp import TcpWire
+from miles_hpc.control.stream_wire import StreamWire
 from miles_hpc.control.wire import Wire
 from miles_hpc.core.errors import AuthenticationError, MilesError, ProtocolError
 from miles_hpc.core.messages import EndSession, encode
@@ -94,7 +95,7 @@ def _one_wire(rng: Random, loop: PlainLoop, room: memoryview, tally: Tally) -> N
     theirs.setblocking(False)
     got: list[int] = []
     ended: list[str] = []
-    wire = TcpWire(loop, ours, "fuzz", room)
+    wire = StreamWire(loop, ours, "fuzz", room)
     wire.on_frame = lambda kind, call_id, header, payload: got.append(call_id)
     wire.on_lost = ended.append
     wire.on_violated = ended.append

@@ -156,7 +156,8 @@ class _UcxClient(Attacker):
         elif how == 3:
             wire._line.send(rng.randbytes(rng.randrange(30)))
         elif how == 4:
-            wire._line.send(b"P" + rng.randbytes(8))
+            record = self.sealer.beside().small(Frame.NOTIFY, 0, b"P" + rng.randbytes(8), b"")
+            wire._line.send(changed(rng, record) if rng.randrange(2) else record)  # forged, or replayed: a first one
         elif how == 5:
             wire._post(wire._path, rng.randbytes(rng.choice((0, 1, 3, 4, 60, 30_000, 2_000_000))), 0)
         elif how == 6:

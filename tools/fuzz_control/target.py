@@ -42,7 +42,7 @@ __all__ = ["LIMITS", "N_STREAM_ITEMS", "identity"]
 LIMITS = Limits(header_bytes=1 << 20, payload_bytes=16 << 20, window_messages=512, window_bytes=4 << 20)
 N_STREAM_ITEMS = 20
 _CONTROL_OBJECTS = frozenset(
-    {"TcpWire", "UcxWire", "Conversation", "Exchange", "Incoming", "_Welcome", "AsyncEndpoint", "PlainEndpoint"}
+    {"StreamWire", "UcxWire", "Conversation", "Exchange", "Incoming", "_Welcome", "AsyncEndpoint", "PlainEndpoint"}
 )
 
 
