@@ -50,8 +50,6 @@ def main() -> int:
             find_ucx()  # before MPI, and in all ranks: it says why
         trainer = run.groups.trainer
         group = open_world(trainer.nodes * trainer.ranks_per_node)
-        # Not before: with memory reused, MPICH 5.0.2 sent its address over PMI with an end that depended on what lay
-        # behind it ("value not properly terminated", then a failed assertion on the other rank), in some runs always.
         keep_freed_memory()
         code = run_trainer(
             group, run, site, paths, secret, attempt=args.attempt, incarnation=args.incarnation, host=args.host

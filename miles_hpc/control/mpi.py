@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from miles_hpc.control.mpi_start import start_mpi
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError, ProtocolError, UserError
 
@@ -255,11 +256,7 @@ def open_world(expected: int, *, max_sleep_s: float = MAX_SLEEP_S, grace_s: floa
     Raises UserError when MPI's world has another size than `expected` (Slurm's number of tasks): with the wrong
     --mpi, srun starts as many worlds of one rank, and every one of them would train on its own.
     """
-    import mpi4py
-
-    mpi4py.rc.thread_level = "multiple"  # rank 0 may call from a thread of its own, beside an event loop
-    from mpi4py import MPI
-
+    MPI = start_mpi()  # with threads: rank 0 may call from a thread of its own, beside an event loop
     size = MPI.COMM_WORLD.Get_size()
     if size != expected:
         library = MPI.Get_library_version().split("\n")[0].strip()

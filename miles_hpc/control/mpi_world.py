@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from miles_hpc.control.mpi_start import start_mpi
 from miles_hpc.control.polling import BackOff
 from miles_hpc.core.env import read
 from miles_hpc.core.errors import UserError
@@ -264,16 +265,10 @@ def enter_world(expected: int | None = None) -> MpiWorld:
 
 def _start_mpi() -> Any:
     try:
-        import mpi4py
-
-        if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.thread_level = "multiple"
-            mpi4py.rc.finalize = False  # `leave` decides
-        from mpi4py import MPI
+        return start_mpi(finalize=False)  # `leave` decides
     except (ImportError, RuntimeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"transport mpi: mpi4py can't start MPI: {text}; "
             "install mpi4py and an MPI library (pip install mpi4py mpich)"
         ) from error
-    return MPI

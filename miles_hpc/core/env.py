@@ -43,6 +43,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("SLURM_RESTART_COUNT", int, 0, "how often Slurm has restarted this job"),
         Variable("SLURM_HET_SIZE", int, 1, "number of het groups"),
         Variable("SLURM_PROCID", int, 0, "rank in the step"),
+        Variable("PMI_FD", int, None, "descriptor of this rank's connection to its process manager"),
         Variable("PMI_RANK", int, 0, "rank in the MPI world, from a process manager without Slurm"),
         Variable("PMI_SIZE", int, None, "ranks of the MPI world, from the process manager that started it"),
         Variable("SLURM_NTASKS", int, 1, "tasks of the step; of a step over het groups: of all of them"),

@@ -96,6 +96,7 @@ class Sandbox:
         self.name = ""  # the launcher's name of the current incarnation
         self.lines = bytearray()
         self.status: asyncio.Future[int] | None = None  # what its bash is to say next; None when nothing is awaited
+        self.cleared: asyncio.Future[None] | None = None  # the launcher kills what runs in it until this is done
         self.rest: asyncio.Task[None] | None = None  # large files on their way in
         self.kept = bytearray()
         self.n_output = 0

@@ -209,6 +209,9 @@ class SandboxHost:
             self._launch(sandbox)
         await self._ready(sandbox)
         self._drain(sandbox)  # late words of earlier background processes belong to nobody
+        await self._is_clear(sandbox)
+        if sandbox.destroyed:
+            raise SandboxError(f"sandbox {sandbox.id} was destroyed")
         sandbox.kept.clear()
         sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
         timed_out = False
@@ -224,6 +227,8 @@ class SandboxHost:
                     code = 137 if await asyncio.wait_for(status, 5.0) >= 0 else -1
                 except TimeoutError:
                     code = -1
+            if not await self._is_clear(sandbox):
+                code = -1
         except asyncio.CancelledError:
             self._end(sandbox)  # nobody waits for what runs; the next command begins anew
             raise
@@ -243,6 +248,18 @@ class SandboxHost:
             timed_out=timed_out,
             duration_s=time.monotonic() - begin,
         )
+
+    async def _is_clear(self, sandbox: Sandbox) -> bool:
+        """Wait until no `clear` is under way, which would kill the next command as well; False when it takes long."""
+        if sandbox.cleared is None:
+            return True
+        try:
+            await asyncio.wait_for(asyncio.shield(sandbox.cleared), 5.0)
+        except TimeoutError:
+            return False
+        finally:
+            sandbox.cleared = None
+        return True
 
     async def _ready(self, sandbox: Sandbox) -> None:
         """Wait until the sandbox's bash has written its files."""
@@ -320,7 +337,7 @@ class SandboxHost:
 
     def _clear(self, sandbox: Sandbox) -> None:
         if self._link is not None:
-            self._link.clear(sandbox.name)
+            sandbox.cleared = self._link.clear(sandbox.name)
 
     def _stop(self, sandbox: Sandbox) -> None:
         if self._link is not None:

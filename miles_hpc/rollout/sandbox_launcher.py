@@ -17,7 +17,8 @@ Protocol: datagrams over a SOCK_SEQPACKET pair, text, fields separated by a blan
     start ID    + 2 fds: the sandbox's control socket and the write end of its output pipe
     clear ID    kill every process in the sandbox but its PID 1
     stop ID     kill the sandbox
-    ready KIND / failed TEXT   the launcher's only answers, once, at the start
+    ready KIND / failed TEXT   the launcher's answer, once, at the start
+    cleared                    its answer to each clear, when the processes have been killed
 
 That a sandbox has ended, or couldn't begin, is seen by its control socket's end of file. Flags and calls: unshare(2),
 clone(2), setns(2), pivot_root(2), capset(2), prctl(2), user_namespaces(7), pid_namespaces(7).
@@ -187,8 +188,10 @@ class _Launcher:
         """Until the host's end closes."""
         poller = select.poll()  # not select(2), which ends at descriptor 1023: the host may have more
         poller.register(self.channel, select.POLLIN)
+        children = False
         while True:
-            if poller.poll(1_000 if self.pids else 30_000):
+            # Not only while there are sandboxes: bwrap may be killed and reaped before its child, which is ours then.
+            if poller.poll(1_000 if children else 30_000):
                 message, fds, _, _ = socket.recv_fds(self.channel, 256, 2)
                 for fd in fds:
                     os.set_inheritable(fd, False)  # Python 3.11 drops the flag that would say so
@@ -199,9 +202,10 @@ class _Launcher:
                     self.start(sandbox, fds)
                 elif verb == "clear":
                     self.clear(sandbox)
+                    self.channel.send(b"cleared")
                 elif verb == "stop":
                     self.stop(sandbox)
-            self.reap()
+            children = self.reap()
 
     def start(self, sandbox: str, fds: list[int]) -> None:
         control, output = fds
@@ -284,14 +288,15 @@ class _Launcher:
                 except ProcessLookupError:
                     pass
 
-    def reap(self) -> None:
+    def reap(self) -> bool:
+        """Take note of what has ended; whether a child is left."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return False
             if pid == 0:
-                return
+                return True
             for sandbox, started in self.pids.items():
                 if started == pid:
                     del self.pids[sandbox]
@@ -332,14 +337,15 @@ class _Folders(_Launcher):
         if leader is not None:
             _kill_sessions({leader})
 
-    def reap(self) -> None:
+    def reap(self) -> bool:
         before = dict(self.pids)
-        super().reap()
+        children = super().reap()
         ended = [sandbox for sandbox in before if sandbox not in self.pids]
         if ended:
             _kill_sessions({before[sandbox] for sandbox in ended})
             for sandbox in ended:
                 shutil.rmtree(self.folders.pop(sandbox), ignore_errors=True)
+        return children
 
     def end(self) -> None:
         """The host is gone: so are the sandboxes."""
@@ -387,7 +393,7 @@ def main(arguments: list[str]) -> int:
         channel.send(f"ready {kind}".encode())
         try:
             folders.serve()
-        except ConnectionResetError:
+        except (ConnectionResetError, BrokenPipeError):
             pass
         finally:
             folders.end()
@@ -410,7 +416,7 @@ def main(arguments: list[str]) -> int:
     channel.send(f"ready {kind}".encode())
     try:
         _Launcher(channel, kind, driver, bwrap, size).serve()
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         pass  # the host is gone
     return 0
 

@@ -26,6 +26,7 @@ class LauncherLink:
         self.process = process
         self._channel: socket.socket | None = channel
         self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()  # message, descriptors to pass and close
+        self._clearing: deque[asyncio.Future[None]] = deque()  # in the order in which the launcher answers
 
     @classmethod
     async def open(cls, kind: str, driver: str, folder_bytes: int) -> LauncherLink:
@@ -57,6 +58,7 @@ class LauncherLink:
         if verb != "ready":
             await link.close()
             raise UserError(text or "the launcher ended at its start")
+        asyncio.get_running_loop().add_reader(ours.fileno(), link._on_answer)
         return link
 
     @property
@@ -68,10 +70,16 @@ class LauncherLink:
         self._backlog.append((f"start {name}".encode(), (control, output)))
         self._post()
 
-    def clear(self, name: str) -> None:
-        """Kill everything in the sandbox but its PID 1."""
+    def clear(self, name: str) -> asyncio.Future[None]:
+        """Kill everything in the sandbox but its PID 1; done when that has happened, or when the launcher is gone.
+
+        Whatever is started in the sandbox before that may be killed as well.
+        """
+        cleared = asyncio.get_running_loop().create_future()
+        self._clearing.append(cleared)
         self._backlog.append((f"clear {name}".encode(), ()))
         self._post()
+        return cleared
 
     def stop(self, name: str) -> None:
         """Kill the sandbox."""
@@ -102,15 +110,33 @@ class LauncherLink:
             for fd in fds:
                 os.close(fd)
 
+    def _on_answer(self) -> None:
+        assert self._channel is not None
+        try:
+            answer = self._channel.recv(1024)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        if answer:
+            _settle(self._clearing.popleft())
+        else:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._drop()
+
     def _drop(self) -> None:
+        """The launcher is gone: nothing that waits for it waits any longer."""
         while self._backlog:
             for fd in self._backlog.popleft()[1]:
                 os.close(fd)
+        while self._clearing:
+            _settle(self._clearing.popleft())
 
     def disconnect(self) -> None:
         """Close the channel, which ends the launcher and all sandboxes; idempotent."""
         if self._channel is not None:
             asyncio.get_running_loop().remove_writer(self._channel.fileno())
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._channel.close()
             self._channel = None
         self._drop()
@@ -123,3 +149,8 @@ class LauncherLink:
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():  # whoever waited may have been cancelled
+        future.set_result(None)

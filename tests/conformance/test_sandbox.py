@@ -6,6 +6,8 @@ import asyncio
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -260,6 +262,28 @@ def test_sandboxes_do_not_see_each_other(play: Play) -> None:
 # ------------------------------------------------------------------------------------------------ too much of it
 
 
+def test_time_limit_spares_the_next_command(play: Play) -> None:
+    """A command that ends by itself just then: what its limit has set off must be over before the next begins."""
+
+    async def scene(sh: Shell) -> None:
+        link = sh.host._link
+        assert link is not None
+        clear = link.clear
+
+        def late(name: str) -> asyncio.Future[None]:
+            async def later() -> None:
+                await asyncio.sleep(0.3)
+                await clear(name)
+
+            return asyncio.ensure_future(later())
+
+        link.clear = late  # type: ignore[method-assign]
+        assert (await sh("sleep 0.6", timeout_s=0.5)).timed_out
+        assert (await sh("sleep 0.5; echo alive")).output == "alive\n"
+
+    play(scene)
+
+
 def test_time_limit_kills_and_keeps_the_files(play: Play) -> None:
     async def scene(sh: Shell) -> None:
         begin = time.monotonic()
@@ -496,6 +520,33 @@ def test_destroy_interrupts_a_running_command(play: Play) -> None:
                 await asyncio.sleep(0.02)
 
     play(scene)
+
+
+ORPHAN = """
+import os, socket, sys, time
+from miles_hpc.rollout.sandbox_launcher import _Launcher
+host, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+if not os.fork():
+    time.sleep(1)
+    os._exit(0)
+host.send(b"stop s")
+_Launcher(channel, "bubblewrap", "", "", "").serve()
+"""
+
+
+def test_a_process_that_outlives_its_bwrap_is_reaped() -> None:
+    """A stop kills both; when bwrap dies first, the launcher's namespace has a child that no sandbox stands for."""
+    launcher = subprocess.Popen([sys.executable, "-c", ORPHAN])
+    try:
+        end = time.monotonic() + 20  # the launcher looks every 30 s when it has no children
+        while not _descendants(launcher.pid):
+            assert launcher.poll() is None
+        while _descendants(launcher.pid):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        launcher.kill()
+        launcher.wait()
 
 
 def test_close_ends_everything(isolation: str) -> None:
