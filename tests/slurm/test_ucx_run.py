@@ -11,7 +11,7 @@ import pytest
 
 from miles_hpc.control.opening import open_carrier
 from miles_hpc.core.errors import UserError
-from tests.slurm.test_run import SMALL
+from tests.slurm.test_run import N_STEPS, SMALL
 from tools.kill_test import kill_test
 from tools.slurm_box import Box
 
@@ -38,4 +38,4 @@ def test_a_run_over_ucx_survives_kills(clean_box: Box, run_dir: Path) -> None:
     events = (run_dir.with_suffix(".watch.log")).read_text()[-3000:]
     assert (result["faults"], result["exit"], result["audit_exit"]) == (faults, 0, 0), (result, events)
     assert (result["lost"], result["twice"], result["conflicts"]) == ([], [], []), result
-    assert result["trained"] == result["asked"] == 30 * 4
+    assert result["trained"] == result["asked"] == N_STEPS * 4
