@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.control.opening import open_carrier
-from miles_hpc.core.errors import UserError
+from tests.slurm.conftest import why_not
 from tests.slurm.test_run import N_STEPS, SMALL
 from tools.kill_test import kill_test
 from tools.slurm_box import Box
@@ -29,10 +28,8 @@ def run_dir() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_over_ucx_survives_kills(clean_box: Box, run_dir: Path) -> None:
-    try:
-        open_carrier("ucx")
-    except UserError as error:
-        pytest.skip(str(error))
+    if reason := why_not("ucx"):
+        pytest.skip(reason)
     faults = ["agent", "rank", "controller"]
     result = kill_test(clean_box, run_dir, faults, seed=1, settings=(*SMALL, "control.transport=ucx"))
     events = (run_dir.with_suffix(".watch.log")).read_text()[-3000:]
