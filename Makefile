@@ -23,7 +23,7 @@ demo: setup ## a whole RL run on a real Slurm cluster in a private folder, cut o
 	@$(PY) -m tools.demo --seed $(SEED)
 
 test: setup ## all tests that run without a GPU, the real Slurm box and MPI included
-	@$(PY) -m pytest -m "not gpu and not netns"
+	@$(PY) -m tools.run_tests
 
 test-hosts: setup ## tests between network namespaces as hosts: cut links, blackholes, cut-off nodes (root only)
 	@$(PY) -m pytest -m "netns and not gpu"

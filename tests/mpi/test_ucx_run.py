@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.control.opening import open_carrier
-from miles_hpc.core.errors import UserError
 from miles_hpc.core.telemetry import read_events
+from tests.slurm.conftest import why_not
 
 SMALL = (
     "control.transport=ucx",
@@ -42,10 +41,8 @@ def run_dir() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_whole_run_over_ucx(run_dir: Path) -> None:
-    try:
-        open_carrier("ucx")
-    except UserError as error:
-        pytest.skip(str(error))
+    if reason := why_not("ucx"):
+        pytest.skip(reason)
     command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "local", "demo", "--run-dir", str(run_dir)]
     for setting in SMALL:
         command += ["--set", setting]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,21 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -
         if time.monotonic() > end:
             pytest.fail(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(0.1)
+
+
+@cache
+def why_not(kind: str) -> str:
+    """Why a kind of transport can't be opened here, empty when it can.
+
+    Asked of another process: in this one MPI may have loaded its own UCX already, which says nothing about a job's.
+    """
+    code = f"""
+from miles_hpc.control.opening import open_carrier
+from miles_hpc.core.errors import UserError
+try:
+    open_carrier({kind!r})
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()

@@ -18,12 +18,15 @@ from tests.slurm.conftest import fresh_box, until
 from tools.kill_test import kill_test, rl_step
 from tools.slurm_box import Box, BoxSpec
 
+#: A few more than the faults of the kill tests need, which are spread over the first four fifths.
+N_STEPS = 24
+
 SMALL = (
     "sft.steps=4",
     "sft.n_demonstrations=32",
     "sft.batch_size=16",
     "eval.n_episodes=16",
-    "rollout.n_steps=30",
+    f"rollout.n_steps={N_STEPS}",
     "rollout.rollout_batch_size=4",
     "rollout.n_samples_per_prompt=4",
     "checkpoint.interval_steps=4",
@@ -55,7 +58,7 @@ def test_a_run_survives_kills_and_trains_every_group_once(clean_box: Box, run_di
     assert (result["exit"], result["audit_exit"]) == (0, 0), (result, events)
     assert (result["lost"], result["twice"], result["conflicts"]) == ([], [], []), result
     (done,) = _notes(run_dir, "run_complete")
-    assert done["trained_groups"] == 30 * 4
+    assert done["trained_groups"] == N_STEPS * 4
     # a killed rank and a killed controller cost a term each; engines, agents and sruns of rollout hosts cost none
     assert int(str(result["terms"])) >= int(str(result["allocations"])) + 2
     steps = [

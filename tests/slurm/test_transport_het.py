@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.control.auth import new_secret
-from miles_hpc.control.opening import open_carrier
-from miles_hpc.core.errors import UserError
-from tests.slurm.conftest import fresh_box, until
+from tests.slurm.conftest import fresh_box, until, why_not
 from tests.slurm.test_box import finished, submit
 from tools.slurm_box import Box, BoxSpec
 
@@ -53,15 +51,6 @@ def span(box: Box, folder: Path, program: str, *, mpi: str, options: str = "", e
     job = submit(box, f"{HET}{step}echo code $?\n", out)
     until(lambda: finished(box, job), f"job {job} to end", 170.0)
     return out.read_text()
-
-
-def why_not(kind: str) -> str:
-    """Why a kind of transport can't be opened here, empty when it can."""
-    try:
-        open_carrier(kind)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def conformance(box: Box, folder: Path, kind: str, interface: str) -> None:

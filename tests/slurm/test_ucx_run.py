@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.control.opening import open_carrier
-from miles_hpc.core.errors import UserError
-from tests.slurm.test_run import SMALL
+from tests.slurm.conftest import why_not
+from tests.slurm.test_run import N_STEPS, SMALL
 from tools.kill_test import kill_test
 from tools.slurm_box import Box
 
@@ -29,13 +28,11 @@ def run_dir() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_over_ucx_survives_kills(clean_box: Box, run_dir: Path) -> None:
-    try:
-        open_carrier("ucx")
-    except UserError as error:
-        pytest.skip(str(error))
+    if reason := why_not("ucx"):
+        pytest.skip(reason)
     faults = ["agent", "rank", "controller"]
     result = kill_test(clean_box, run_dir, faults, seed=1, settings=(*SMALL, "control.transport=ucx"))
     events = (run_dir.with_suffix(".watch.log")).read_text()[-3000:]
     assert (result["faults"], result["exit"], result["audit_exit"]) == (faults, 0, 0), (result, events)
     assert (result["lost"], result["twice"], result["conflicts"]) == ([], [], []), result
-    assert result["trained"] == result["asked"] == 30 * 4
+    assert result["trained"] == result["asked"] == N_STEPS * 4

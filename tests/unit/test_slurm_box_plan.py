@@ -138,7 +138,7 @@ def test_slurm_conf_declares_nodes_and_partitions() -> None:
         "MpiDefault=pmi2",
         "ReturnToService=2",
         "OverTimeLimit=0",
-        "KillWait=5",
+        "KillWait=15",
         "MinJobAge=600",
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",

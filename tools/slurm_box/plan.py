@@ -268,7 +268,9 @@ class Plan:
             "SlurmctldTimeout=30",
             "MessageTimeout=5",
             "InactiveLimit=0",
-            "KillWait=5",
+            # Between SIGTERM and SIGKILL a cancelled run saves and says how it ended (default 30). On two busy cores
+            # 5 s can be too short for that.
+            "KillWait=15",
             "UnkillableStepTimeout=30",
             "OverTimeLimit=0",
             "",
