@@ -195,7 +195,7 @@ def _cells(*, calls: int, batches: int, bulk: int, limit_s: float, every_size_ap
     one: list[Cell] = [Cell(name="call", operations=calls, warmup=calls // 5)]
     sizes = ((KIB, "1 KiB", calls // 4), (64 * KIB, "64 KiB", calls // 8), (8 * MIB, "8 MiB", bulk))
     for size, text, operations in sizes:
-        # Large payloads need more: until buffers and the kernel's pages are ones that were used before, all arms ramp up.
+        # More for large ones: until buffers and the kernel's pages have been used before, every arm ramps up.
         warmup = operations if size == 8 * MIB else max(2, operations // 5)
         one.append(Cell(name=f"{text} argument", argument_bytes=size, operations=operations, warmup=warmup))
         one.append(Cell(name=f"{text} result", result_bytes=size, operations=operations, warmup=warmup))
