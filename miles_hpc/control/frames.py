@@ -73,9 +73,15 @@ class Frame(enum.IntEnum):
     ITEM = 9  # one answer of a stream
     CANCEL = 10  # the caller of this id has given up
     CREDIT = 11  # window given back: for notifies (call id 0), or for the items of a stream; header is Credit
+    # Between the wires of two processes of one host; conversations don't see them. shared_ring.py has their contents.
+    RING = 12  # about shared memory
+    PASSED = 13  # a frame whose payload comes through it
+    PIECE = 14  # the payload's next piece
+    FREED = 15  # the oldest piece isn't needed any more
 
 
-MAX_KIND = 11
+#: The last kind that a conversation knows.
+MAX_KIND = int(Frame.CREDIT)
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +109,10 @@ class Head(NamedTuple):
     call_id: int
 
 
+def _nonce(sequence: int) -> bytes:
+    return bytes(4) + _SEQUENCE.pack(sequence)
+
+
 class BodyMac:
     """The running MAC of a large frame's header and payload."""
 
@@ -110,8 +120,7 @@ class BodyMac:
         # Not at the top: a process that never sees a large frame starts without it.
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-        nonce = bytes(4) + _SEQUENCE.pack(sequence)
-        self._gcm: Any = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
+        self._gcm: Any = Cipher(algorithms.AES(key), modes.GCM(_nonce(sequence))).encryptor()
 
     def update(self, data: Buffer) -> None:
         self._gcm.authenticate_additional_data(data)
@@ -138,10 +147,23 @@ class _Direction:
         self._beside_key = hashlib.blake2b(key=key, person=b"mhpc beside", digest_size=32).digest()
         self._limits = limits
         self._sequence = 0
+        self._aead: Any = None
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
 
     def beside(self) -> Self:
         """The same for a second channel in this direction, with a key and a sequence of its own."""
         return type(self)(self._beside_key, self._limits)
+
+    def _piece_tag(self, sequence: int, data: Buffer) -> bytes:
+        if self._aead is None:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+            self._aead = AESGCM(self._body_key)
+        tag: bytes = self._aead.encrypt(_nonce(sequence), b"", data)  # nothing to encrypt: GMAC
+        return tag
 
     def _head_tag(self, head: Buffer) -> bytes:
         mac = self._head.copy()
@@ -151,7 +173,24 @@ class _Direction:
 
 
 class Sealer(_Direction):
-    """Makes the frames of one direction. Frames must be sent in the order in which they were sealed."""
+    """Makes the frames of one direction. Frames must be sent in the order of their sequence numbers."""
+
+    def reserve(self, n: int) -> int:
+        """The first of `n` numbers for small frames that are sealed later, and sent before any other."""
+        first = self._sequence
+        self._sequence += n
+        return first
+
+    def reserved(self, sequence: int, kind: int, header: bytes, payload: bytes) -> bytes:
+        """The small frame with a reserved number."""
+        following, self._sequence = self._sequence, sequence
+        frame = self.small(kind, 0, header, payload)
+        self._sequence = following
+        return frame
+
+    def piece_tag(self, sequence: int, data: Buffer) -> bytes:
+        """The MAC of bytes beside the small frame with a reserved number."""
+        return self._piece_tag(sequence, data)
 
     def small(self, kind: int, call_id: int, header: bytes, payload: bytes) -> bytes:
         """A whole small frame. The caller has checked that it is one."""
@@ -185,6 +224,11 @@ class Opener(_Direction):
         if not compare_digest(mac.digest(), data[-TAG_BYTES:]):
             raise AuthenticationError("a frame doesn't carry the peer's MAC, or isn't the next one")
         self._sequence += 1
+
+    def check_piece(self, data: Buffer, tag: Buffer) -> None:
+        """Check the bytes beside the small frame that was opened last. Raises AuthenticationError."""
+        if not compare_digest(self._piece_tag(self._sequence - 1, data), tag):
+            raise AuthenticationError("a piece in shared memory doesn't carry the peer's MAC")
 
     def large(self, head: Head, data: Buffer, tag: Buffer) -> BodyMac:
         """Check the head of a large frame and return the MAC for its body.

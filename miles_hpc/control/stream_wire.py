@@ -3,6 +3,7 @@
     readable ─▶ recv_into(64 KiB, shared) ─▶ whole messages and small frames ─▶ callbacks; the rest is kept per wire
                  └─ a large frame ─▶ recv_into(its own buffer), MAC updated as it arrives
     flush    ─▶ sendmsg(what is queued, large payloads MACed piece by piece); the rest waits for writable
+                 └─ large payloads to a process of this host ─▶ shared memory (shared_ring.py); the rest waits for slots
 
 Payloads aren't copied in Python: sent from the caller's buffers, received into one buffer of the announced (and
 authenticated) size. Many small frames leave in one system call and arrive in one. A callback must not run the loop, or
@@ -28,10 +29,20 @@ from miles_hpc.control.frames import (
     MAX_KIND,
     TAG_BYTES,
     BodyMac,
+    Frame,
     Head,
     Opener,
     Sealer,
     aligned_buffer,
+)
+from miles_hpc.control.shared_ring import (
+    LEAST_BYTES,
+    MAX_HEADER_BYTES,
+    Passed,
+    PassedIn,
+    RingIn,
+    RingOut,
+    is_for_sender,
 )
 from miles_hpc.control.wire import LOW_WATER_BYTES, Loop, TimerHandle, Wire
 from miles_hpc.core.errors import AuthenticationError, ProtocolError
@@ -91,7 +102,7 @@ class StreamWire(Wire):
         self._opener: Opener | None = None
         # Outgoing: `_pieces` are ready for the socket, `_backlog` follows them: bytes, or large frames to be MACed.
         self._pieces: deque[memoryview | bytes] = deque()
-        self._backlog: deque[bytes | _Large] = deque()
+        self._backlog: deque[bytes | _Large | Passed] = deque()
         self._queued = 0
         self._sent = 0  # bytes of all time, as are the positions in _handed_over
         self._ready_until = 0
@@ -105,6 +116,11 @@ class StreamWire(Wire):
         self._body = _EMPTY  # header, payload and MAC of it
         self._body_got = 0
         self._low_water = 1
+        # Within a host.
+        self._last_kind = MAX_KIND
+        self._ring_out: RingOut | None = None
+        self._ring_in: RingIn | None = None
+        self._passed: PassedIn | None = None
         self._closing: TimerHandle | None = None
         self._next_look: TimerHandle | None = None
         self._is_tcp = sock.family != socket.AF_UNIX
@@ -124,6 +140,9 @@ class StreamWire(Wire):
 
     def start_frames(self, sealer: Sealer, opener: Opener) -> None:
         self._sealer, self._opener = sealer, opener
+        if not self._is_tcp:
+            self._last_kind = int(Frame.FREED)
+            self._ring_out, self._ring_in = RingOut(), RingIn()
 
     def send(
         self,
@@ -148,6 +167,18 @@ class StreamWire(Wire):
                 self._ready_until += n
                 self._pieces.append(data)
             return True
+        ring = self._ring_out
+        if ring is not None and n_bytes >= LEAST_BYTES and len(header) <= MAX_HEADER_BYTES:
+            if ring.is_open:
+                passed = Passed(sealer, kind, call_id, header, views, n_bytes, handed_over)
+                self._queue(passed.first)
+                self._backlog.append(passed)
+                self._queued += n_bytes
+                self._was_high = self._was_high or self._queued >= LOW_WATER_BYTES
+                return False
+            words = ring.ask()
+            if words is not None:
+                self._queue(sealer.small(Frame.RING, 0, words, b""))
         prefix, mac = sealer.large(kind, call_id, header, n_bytes)
         mac.update(header)
         self._queue(prefix + header)
@@ -187,8 +218,10 @@ class StreamWire(Wire):
                     pieces[0] = memoryview(piece)[sent:]
                     continue
                 ready = sum(map(len, pieces)) if self._backlog else 0
-                while self._backlog and ready < _STEP_BYTES:
+                while self._backlog and ready < _STEP_BYTES and not self._waits_for_slot:
                     ready += self._prepare()
+                if not pieces:
+                    break
                 batch = list(pieces) if len(pieces) <= _MAX_PIECES else [pieces[i] for i in range(_MAX_PIECES)]
                 sent = sock.sendmsg(batch)
                 self._sent += sent
@@ -211,7 +244,7 @@ class StreamWire(Wire):
         if self._was_high and self._queued < LOW_WATER_BYTES:
             self._was_high = False
             self._loop.call_soon(self._tell_drained)
-        wants = bool(pieces or self._backlog)
+        wants = bool(pieces or (self._backlog and not self._waits_for_slot))
         if wants != self._writing and self._open:
             self._writing = wants
             if wants:
@@ -220,8 +253,14 @@ class StreamWire(Wire):
                     self._next_look = self._loop.call_later(LOOK_S, self._look)
             else:
                 self._loop.remove_writer(self._fd)
-        if not wants and self._closing is not None:
+        if self._closing is not None and not pieces and not self._backlog:
             self._say_end()
+
+    @property
+    def _waits_for_slot(self) -> bool:
+        """Whether the backlog can't go on before the peer has freed some of the ring."""
+        ring = self._ring_out
+        return ring is not None and not ring.n_free and bool(self._backlog) and isinstance(self._backlog[0], Passed)
 
     def _look(self) -> None:
         """Sending may be held up by a slow peer, which is fine, or because nobody is there any more."""
@@ -235,13 +274,24 @@ class StreamWire(Wire):
             self._next_look = self._loop.call_later(LOOK_S, self._look)
 
     def _prepare(self) -> int:
-        """Move the next piece of the backlog to the ready ones; returns its size."""
+        """Move the next piece of the backlog to the ready ones; returns its size, wherever that lies."""
         first = self._backlog[0]
         if isinstance(first, bytes):
             self._backlog.popleft()
             self._pieces.append(first)
             self._ready_until += len(first)
             return len(first)
+        if isinstance(first, Passed):
+            assert self._ring_out is not None
+            frame, n = first.next_frame(self._ring_out)
+            self._pieces.append(frame)
+            self._ready_until += len(frame)
+            self._queued += len(frame) - n
+            if not first.pieces:
+                self._backlog.popleft()
+                if first.handed_over is not None:
+                    self._loop.call_soon(first.handed_over)
+            return n
         if first.views:
             piece = first.next_piece()
             self._pieces.append(piece)
@@ -297,11 +347,14 @@ class StreamWire(Wire):
             self._fail(f"endpoint closed: {error.strerror or error}")
         except (AuthenticationError, ProtocolError) as error:
             self._violated(str(error))
+        except struct.error as error:
+            self._violated(f"protocol error: {error}")
         except MemoryError:
             self._violated("no memory for a frame of the announced size")
 
     def _violated(self, reason: str) -> None:
         self._reading = False
+        self._passed = None
         self._rest, self._head, self._mac, self._body = b"", None, None, _EMPTY
         self.on_violated(reason)
 
@@ -320,7 +373,7 @@ class StreamWire(Wire):
             if available < HEAD_BYTES:
                 break
             kind, n_header, n_payload, call_id = HEAD.unpack_from(view, start)
-            if not 1 <= kind <= MAX_KIND:
+            if not 1 <= kind <= self._last_kind:
                 raise ProtocolError(f"frame of unknown kind {kind}")
             if n_header + n_payload > _SMALL_BODY_BYTES:
                 if available < HEAD_BYTES + TAG_BYTES:
@@ -335,9 +388,37 @@ class StreamWire(Wire):
             opener.small(frame)
             start += total
             payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
-            self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
+            if kind <= MAX_KIND:
+                self.on_frame(kind, call_id, frame[HEAD_BYTES:cut], payload)
+            else:
+                self._within_host(kind, call_id, frame[HEAD_BYTES:cut], payload)
         if start < stop and self._reading:
             self._rest = bytes(view[start:stop])
+
+    def _within_host(self, kind: int, call_id: int, header: bytes, payload: memoryview) -> None:
+        """Act on a frame that is between two wires of one host."""
+        sealer, opener, out, ring, passed = self._sealer, self._opener, self._ring_out, self._ring_in, self._passed
+        assert sealer is not None and opener is not None and out is not None and ring is not None
+        if kind == Frame.PIECE and passed is not None:
+            passed.take(opener, header, payload)
+            self._queue(sealer.small(Frame.FREED, 0, b"", b""))
+            self.flush()  # the sender may wait for it
+            if passed.is_whole:
+                self._passed = None
+                self.on_frame(passed.kind, passed.call_id, passed.header, passed.body.toreadonly())
+        elif kind == Frame.PASSED and passed is None:
+            self._passed = PassedIn(ring, opener.limits, call_id, header, payload)
+        elif kind == Frame.FREED:
+            out.freed()
+            if self._backlog:
+                self._loop.call_soon(self.flush)
+        elif kind == Frame.RING:
+            words = (out if is_for_sender(header) else ring).hear(header)
+            if words is not None:
+                self._queue(sealer.small(Frame.RING, 0, words, b""))
+                self._loop.call_soon(self.flush)
+        else:
+            raise ProtocolError(f"unexpected {Frame(kind).name}")
 
     def _parse_message(self, start: int, stop: int) -> int:
         """Deliver one handshake message; returns the bytes it took, 0 when it isn't whole yet."""
@@ -410,15 +491,17 @@ class StreamWire(Wire):
         """Flush, send our end, wait shortly for the peer's, close: a close with unread input would reset the
         connection, and the peer might never read why."""
         self.silence()
-        self._reading = False
+        # Where the peer has to free slots first, that is still read.
+        self._reading = self._reading and self._open and any(isinstance(one, Passed) for one in self._backlog)
         if not self._open:
             return
         self._closing = self._loop.call_later(flush_s, self.abandon)
         self.flush()
-        if self._open and not self._writing:
+        if self._open and not self._pieces and not self._backlog:
             self._say_end()
 
     def _say_end(self) -> None:
+        self._reading = False
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
@@ -440,6 +523,9 @@ class StreamWire(Wire):
         self._backlog.clear()
         self._handed_over.clear()
         self._queued = 0
+        if self._ring_in is not None:
+            self._ring_in.close()
+        self._ring_out = self._ring_in = self._passed = None
 
 
 def _tune(sock: socket.socket) -> None:

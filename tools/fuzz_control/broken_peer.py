@@ -37,6 +37,7 @@ __all__ = ["misbehave"]
 
 _MAX_BORNE = 64
 _CREDIT = struct.Struct("<IQ")
+_PASSED, _PIECE = struct.Struct("<BxxxxxxxQ"), struct.Struct("<II")
 _HUGE = Limits(header_bytes=1 << 32, payload_bytes=1 << 63)
 
 
@@ -131,8 +132,43 @@ class _Peer(Attacker):
 
 
 def _unknown_kind(peer: _Peer) -> int:
-    peer.send(peer.rng.choice((0, *range(12, 256))), 1, b"", b"")
+    peer.send(peer.rng.choice((0, *range(16, 256))), 1, b"", b"")
     return 1
+
+
+def _shared_memory_out_of_order(peer: _Peer) -> int:
+    """Between wires of one host these kinds are known; elsewhere any of them ends it."""
+    rng = peer.rng
+    how = rng.randrange(8)
+    if how == 0:
+        peer.send(Frame.RING, 0, rng.choice((b"N", b"O", b"X", b"H", b"z")) + rng.randbytes(rng.choice((0, 16, 32))))
+    elif how == 1:
+        peer.send(Frame.PASSED, 1, b"", rng.randbytes(rng.choice((0, 15, 16, 17))))
+    elif how == 2:
+        size = rng.choice((0, LIMITS.payload_bytes + 1, (1 << 64) - 1))
+        peer.send(Frame.PASSED, 1, encode(valid_message(rng)), _PASSED.pack(Frame.CALL, size))
+    elif how == 3:
+        peer.send(Frame.PIECE, 0, rng.randbytes(rng.choice((0, 8, 9))), rng.randbytes(16))
+    elif how == 4:
+        peer.send(Frame.FREED, 0, b"")
+    elif how == 5:  # a payload, and no memory that it could come through
+        peer.send(Frame.PASSED, 1, encode(valid_message(rng)), _PASSED.pack(Frame.CALL, rng.randrange(1, 1 << 20)))
+        peer.send(Frame.PIECE, 0, _PIECE.pack(rng.randrange(5), rng.randrange(1 << 20)), rng.randbytes(16))
+    elif how == 6:
+        for _ in range(2):  # the first may be asked
+            _ask_for_a_ring(peer)
+    else:
+        _ask_for_a_ring(peer)
+        peer.send(Frame.RING, 0, b"H" + rng.randbytes(rng.choice((0, 16, 40))))
+        return 2 + _unknown_kind(peer)
+    return 1
+
+
+def _ask_for_a_ring(peer: _Peer) -> None:
+    ring = getattr(peer.wire, "_ring_out", None)
+    if ring is not None:
+        ring.ask()  # it expects an answer
+    peer.send(Frame.RING, 0, b"?")
 
 
 def _answer_to_no_call(peer: _Peer) -> int:
@@ -206,6 +242,7 @@ def _bad_goodbye(peer: _Peer) -> int:
 
 _FATAL: dict[str, Callable[[_Peer], int]] = {
     "unknown kind": _unknown_kind,
+    "shared memory out of order": _shared_memory_out_of_order,
     "answer to no call": _answer_to_no_call,
     "failure of no call": _failure_of_no_call,
     "decision of a dialer": _decision_of_a_dialer,
