@@ -23,11 +23,11 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from hmac import compare_digest
 
 from miles_hpc.control.frames import MAX_KIND, Frame, Limits, Opener, Sealer, aligned_buffer, check_sizes
 from miles_hpc.core.errors import ProtocolError
@@ -79,7 +79,7 @@ class RingOut:
         if not self._asked or self.is_open or not (is_answer or words[:1] == _REFUSED):
             raise ProtocolError(f"unexpected answer {words[:1]!r} about shared memory")
         if words[:1] == _NAME:
-            nonce = secrets.token_bytes(_NONCE_BYTES)
+            nonce = os.urandom(_NONCE_BYTES)
             try:
                 self._memory = _pass_memory(words[1:], nonce)
             except OSError:
@@ -122,7 +122,7 @@ class RingIn:
             raise ProtocolError(f"unexpected word {words[:1]!r} about shared memory")
         if self._port is None:
             self._port = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            name = secrets.token_hex(16).encode()
+            name = os.urandom(16).hex().encode()
             try:
                 self._port.bind(_address(name))
             except OSError:
@@ -241,7 +241,7 @@ def _received_memory(port: socket.socket, nonce: bytes) -> memoryview | None:
         except OSError:
             return None
         try:
-            if len(fds) == 1 and secrets.compare_digest(data, nonce):
+            if len(fds) == 1 and compare_digest(data, nonce):
                 sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
                 if not sealed or os.fstat(fds[0]).st_size != _RING_BYTES:
                     return None
