@@ -206,7 +206,7 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
 
 
 def test_pieces_beside_a_frame_have_its_number() -> None:
-    """Reserved numbers are used later, but sent before what was sealed meanwhile; each piece's MAC belongs to its own."""
+    """Reserved numbers are used later but sent before what was sealed meanwhile; a piece's MAC is of its own one."""
     sealing, opening = sealer(), opener()
     pieces = [b"first" * 1000, b"second" * 1000]
     number = sealing.reserve(2)
