@@ -37,6 +37,7 @@ __all__ = [
     "LEAST_BYTES",
     "LEAST_VIEW_BYTES",
     "MAX_HEADER_BYTES",
+    "SLOTS",
     "Passed",
     "PassedIn",
     "RingIn",
@@ -52,8 +53,8 @@ LEAST_VIEW_BYTES = 32 << 10
 MAX_HEADER_BYTES = 8 << 10
 
 _SLOT_BYTES = 512 << 10
-_SLOTS = 4
-_RING_BYTES = _SLOTS * _SLOT_BYTES
+SLOTS = 4
+_RING_BYTES = SLOTS * _SLOT_BYTES
 _NONCE_BYTES = 16
 _ASK, _NAME, _HERE, _OPEN, _REFUSED = b"?", b"N", b"H", b"O", b"X"
 _PASSED = struct.Struct("<BxxxxxxxQ")  # kind, size of the payload
@@ -73,7 +74,7 @@ class RingOut:
 
     def __init__(self) -> None:
         self.is_open = False
-        self.n_free = _SLOTS
+        self.n_free = SLOTS
         self._asked = False
         self._settled = False
         self._slot = 0
@@ -112,13 +113,13 @@ class RingOut:
         start = self._slot * _SLOT_BYTES
         self._memory[start : start + data.nbytes] = data
         words = _PIECE.pack(self._slot, data.nbytes)
-        self._slot = (self._slot + 1) % _SLOTS
+        self._slot = (self._slot + 1) % SLOTS
         self.n_free -= 1
         return words
 
     def freed(self) -> None:
         """The peer has copied the oldest piece. Raises ProtocolError."""
-        if self.n_free == _SLOTS:
+        if self.n_free == SLOTS:
             raise ProtocolError("a slot was freed that isn't in use")
         self.n_free += 1
 
@@ -149,7 +150,7 @@ class RingIn:
         Raises ProtocolError, struct.error.
         """
         slot, n_bytes = _PIECE.unpack(words)
-        if self._memory is None or slot >= _SLOTS or not 0 < n_bytes <= min(_SLOT_BYTES, target.nbytes):
+        if self._memory is None or slot >= SLOTS or not 0 < n_bytes <= min(_SLOT_BYTES, target.nbytes):
             raise ProtocolError(f"piece of {n_bytes} bytes in slot {slot}, {target.nbytes} are missing")
         start = slot * _SLOT_BYTES
         piece = target[:n_bytes]

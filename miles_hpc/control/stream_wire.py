@@ -39,6 +39,7 @@ from miles_hpc.control.shared_ring import (
     LEAST_BYTES,
     LEAST_VIEW_BYTES,
     MAX_HEADER_BYTES,
+    SLOTS,
     Passed,
     PassedIn,
     RingIn,
@@ -126,6 +127,7 @@ class StreamWire(Wire):
         self._freed_sealer: Sealer | None = None
         self._freed_opener: Opener | None = None
         self._n_freed = 0  # slots of the peer that we have to tell of once the large frame in between has left
+        self._freed_at: deque[int] = deque(maxlen=SLOTS)  # up to where those that we told of last were sent
         self._closing: TimerHandle | None = None
         self._next_look: TimerHandle | None = None
         self._is_tcp = sock.family != socket.AF_UNIX
@@ -214,6 +216,7 @@ class StreamWire(Wire):
         self._pieces.append(data)
         self._queued += len(data)
         self._ready_until += len(data)
+        self._freed_at.append(self._ready_until)
 
     def flush(self) -> None:
         if self._queued and not self._writing and self._open:
@@ -426,6 +429,9 @@ class StreamWire(Wire):
         sealer, opener, out, ring, passed = self._sealer, self._opener, self._ring_out, self._ring_in, self._passed
         assert sealer is not None and opener is not None and out is not None and ring is not None
         if kind == Frame.PIECE and passed is not None:
+            freed, back = self._freed_at, SLOTS - self._n_freed
+            if back <= 0 or (len(freed) >= back and freed[-back] > self._sent):
+                raise ProtocolError("a piece in a slot that wasn't freed")  # else our queue could grow without bound
             passed.take(opener, header, payload)
             if self._backlog and isinstance(self._backlog[0], _Large):
                 self._n_freed += 1

@@ -116,7 +116,7 @@ def test_payloads_go_through_the_ring(
     wire = ends.wires[end]
     ring = wire._ring_out
     assert ring is not None
-    assert ends.loop.run_until(lambda: ring.n_free == shared_ring._SLOTS, ends.loop.time() + WAIT_S)
+    assert ends.loop.run_until(lambda: ring.n_free == shared_ring.SLOTS, ends.loop.time() + WAIT_S)
     assert wire.queued_bytes == 0
 
 
@@ -158,7 +158,7 @@ def test_both_ends_send_more_than_a_ring_at_once(ends: Ends, rings: tuple[int, .
     for wire in ends.wires:
         ring = wire._ring_out
         assert ring is not None
-        free = lambda ring=ring: ring.n_free == shared_ring._SLOTS  # noqa: E731
+        free = lambda ring=ring: ring.n_free == shared_ring.SLOTS  # noqa: E731
         assert ends.loop.run_until(free, ends.loop.time() + WAIT_S)
     assert ends.ended == ([], [])
 
@@ -260,7 +260,7 @@ def test_a_changed_byte_in_the_memory_ends_the_connection(ends: Ends, monkeypatc
     def changed(self: RingOut, data: memoryview) -> bytes:
         assert self._memory is not None
         words = put(self, data)
-        self._memory[(self._slot - 1) % shared_ring._SLOTS * shared_ring._SLOT_BYTES + 77] ^= 1
+        self._memory[(self._slot - 1) % shared_ring.SLOTS * shared_ring._SLOT_BYTES + 77] ^= 1
         return words
 
     monkeypatch.setattr(RingOut, "put", changed)
@@ -379,7 +379,7 @@ def test_a_sender_hears_nothing_out_of_order() -> None:
 
 @pytest.mark.parametrize(
     ("slot", "n_bytes"),
-    [(shared_ring._SLOTS, 1), (2**32 - 1, 1), (0, 0), (0, shared_ring._SLOT_BYTES + 1), (0, 1001)],
+    [(shared_ring.SLOTS, 1), (2**32 - 1, 1), (0, 0), (0, shared_ring._SLOT_BYTES + 1), (0, 1001)],
 )
 def test_pieces_out_of_bounds_are_refused(slot: int, n_bytes: int) -> None:
     ring = RingIn()
@@ -421,6 +421,27 @@ def test_frames_out_of_order_end_the_connection(ends: Ends, kind: int, header: b
     assert ends.got[1] == [] and len(ends.ended[1]) == 1
     ends.loop.run_until(lambda: True)
     assert ends.ended[0] == []
+
+
+def test_a_peer_that_waits_for_no_slot_is_refused(ends: Ends) -> None:
+    """And reads nothing: what it's told of its slots would pile up."""
+    ends.open_ring()
+    bad, taking = ends.wires
+    sealer, ring = bad._sealer, bad._ring_out
+    assert sealer is not None and ring is not None and ring._memory is not None
+    ends.loop.remove_reader(bad._fd)
+    data = bytearray(sealer.small(Frame.PASSED, 1, b"", struct.pack("<BxxxxxxxQ", Frame.CALL, RING)))
+    while not ends.ended[1]:
+        sequence = sealer.reserve(1)
+        tag = sealer.piece_tag(sequence, ring._memory[:1])
+        data += sealer.reserved(sequence, Frame.PIECE, struct.pack("<II", 0, 1), tag)
+        if len(data) > 1000:
+            with contextlib.suppress(BlockingIOError):
+                del data[: bad._sock.send(data)]
+            ends.loop.run_until(lambda: False, ends.loop.time())
+        assert sequence < 100_000
+    assert ends.ended[1] == ["a piece in a slot that wasn't freed"]
+    assert taking.queued_bytes < 1000
 
 
 def test_tcp_connections_know_nothing_of_rings() -> None:
