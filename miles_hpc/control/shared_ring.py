@@ -9,7 +9,8 @@
     PIECE   slot, length │ MAC       ──▶     copies it from the slot to its place, checks the copy's MAC
                                      ◀──     FREED: a slot, the oldest one
 
-All of these are small frames (frames.py), with the order and the MACs that these have. A socket copies as often, but
+All of these are small frames (frames.py), with the order and the MACs that these have; FREED has an order and a key of
+its own, since it overtakes what waits for slots: both sides may wait at once. A socket copies as often, but
 its buffers are allocated and freed page by page, on two cores; README.md has the figures. What is sent while both sides
 still agree goes through the socket.
 
@@ -32,21 +33,34 @@ from hmac import compare_digest
 from miles_hpc.control.frames import MAX_KIND, Frame, Limits, Opener, Sealer, aligned_buffer, check_sizes
 from miles_hpc.core.errors import ProtocolError
 
-__all__ = ["LEAST_BYTES", "MAX_HEADER_BYTES", "Passed", "PassedIn", "RingIn", "RingOut", "is_for_sender"]
+__all__ = [
+    "LEAST_BYTES",
+    "LEAST_VIEW_BYTES",
+    "MAX_HEADER_BYTES",
+    "SLOTS",
+    "Passed",
+    "PassedIn",
+    "RingIn",
+    "RingOut",
+    "is_for_sender",
+]
 
 #: Smaller payloads go through the socket.
 LEAST_BYTES = 512 << 10
+#: As do those of smaller views, on average: each takes a slot, and a frame in both directions.
+LEAST_VIEW_BYTES = 32 << 10
 #: Larger headers as well: PASSED is a small frame.
 MAX_HEADER_BYTES = 8 << 10
 
 _SLOT_BYTES = 512 << 10
-_SLOTS = 4
-_RING_BYTES = _SLOTS * _SLOT_BYTES
+SLOTS = 4
+_RING_BYTES = SLOTS * _SLOT_BYTES
 _NONCE_BYTES = 16
 _ASK, _NAME, _HERE, _OPEN, _REFUSED = b"?", b"N", b"H", b"O", b"X"
 _PASSED = struct.Struct("<BxxxxxxxQ")  # kind, size of the payload
 _PIECE = struct.Struct("<II")  # slot, length
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+_CAN_SEAL = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")  # not if Python was built for an old libc
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if _CAN_SEAL else 0
 _MAX_STRAY = 16  # datagrams of others that are looked at
 
 
@@ -60,7 +74,7 @@ class RingOut:
 
     def __init__(self) -> None:
         self.is_open = False
-        self.n_free = _SLOTS
+        self.n_free = SLOTS
         self._asked = False
         self._settled = False
         self._slot = 0
@@ -83,8 +97,9 @@ class RingOut:
             try:
                 self._memory = _pass_memory(words[1:], nonce)
             except OSError:
-                self._settled = True  # no memory, or a name that isn't known here: the socket does as well
-                return None
+                # No memory, no descriptor, or a name that isn't known here: the socket does as well. It's said all the
+                # same, so that the peer looks, finds nothing, and closes its end.
+                self._settled = True
             return _HERE + nonce
         self._settled = True
         self.is_open = words[:1] == _OPEN
@@ -98,13 +113,13 @@ class RingOut:
         start = self._slot * _SLOT_BYTES
         self._memory[start : start + data.nbytes] = data
         words = _PIECE.pack(self._slot, data.nbytes)
-        self._slot = (self._slot + 1) % _SLOTS
+        self._slot = (self._slot + 1) % SLOTS
         self.n_free -= 1
         return words
 
     def freed(self) -> None:
         """The peer has copied the oldest piece. Raises ProtocolError."""
-        if self.n_free == _SLOTS:
+        if self.n_free == SLOTS:
             raise ProtocolError("a slot was freed that isn't in use")
         self.n_free += 1
 
@@ -121,13 +136,9 @@ class RingIn:
         if self._memory is not None or (self._port is None) != (words == _ASK):
             raise ProtocolError(f"unexpected word {words[:1]!r} about shared memory")
         if self._port is None:
-            self._port = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             name = os.urandom(16).hex().encode()
-            try:
-                self._port.bind(_address(name))
-            except OSError:
-                return _REFUSED
-            return _NAME + name
+            self._port = _bound(name) if _SEALS else None
+            return _REFUSED if self._port is None else _NAME + name
         port, self._port = self._port, None
         with port:
             self._memory = _received_memory(port, words[1:])
@@ -139,7 +150,7 @@ class RingIn:
         Raises ProtocolError, struct.error.
         """
         slot, n_bytes = _PIECE.unpack(words)
-        if self._memory is None or slot >= _SLOTS or not 0 < n_bytes <= min(_SLOT_BYTES, target.nbytes):
+        if self._memory is None or slot >= SLOTS or not 0 < n_bytes <= min(_SLOT_BYTES, target.nbytes):
             raise ProtocolError(f"piece of {n_bytes} bytes in slot {slot}, {target.nbytes} are missing")
         start = slot * _SLOT_BYTES
         piece = target[:n_bytes]
@@ -219,16 +230,31 @@ def _address(name: bytes) -> bytes:
     return b"\0miles_hpc ring " + name
 
 
+def _bound(name: bytes) -> socket.socket | None:
+    """A datagram socket of this name, if there can be one."""
+    try:
+        port = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    except OSError:  # no descriptor is left
+        return None
+    try:
+        port.bind(_address(name))
+    except OSError:
+        port.close()
+        return None
+    return port
+
+
 def _pass_memory(name: bytes, nonce: bytes) -> memoryview:
     """New sealed memory, sent to the socket of this name. Raises OSError."""
     fd = os.memfd_create("miles_hpc ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, _RING_BYTES)  # now, or there might be none when it's written to
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        memory = memoryview(mmap.mmap(fd, _RING_BYTES))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sender:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
             sender.sendmsg([nonce], [rights], 0, _address(name))
-        return memoryview(mmap.mmap(fd, _RING_BYTES))
+        return memory
     finally:
         os.close(fd)
 

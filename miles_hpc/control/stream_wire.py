@@ -37,7 +37,9 @@ from miles_hpc.control.frames import (
 )
 from miles_hpc.control.shared_ring import (
     LEAST_BYTES,
+    LEAST_VIEW_BYTES,
     MAX_HEADER_BYTES,
+    SLOTS,
     Passed,
     PassedIn,
     RingIn,
@@ -60,6 +62,7 @@ _UNIX_BUFFER_BYTES = 1 << 20  # of a Unix socket, which has no automatic growth 
 _SMALL_BODY_BYTES = INLINE_BYTES - HEAD_BYTES - TAG_BYTES
 _LENGTH = struct.Struct("<H")
 _EMPTY = memoryview(b"")
+_FREED = int(Frame.FREED)
 
 _Done = Callable[[], None]
 
@@ -121,6 +124,10 @@ class StreamWire(Wire):
         self._ring_out: RingOut | None = None
         self._ring_in: RingIn | None = None
         self._passed: PassedIn | None = None
+        self._freed_sealer: Sealer | None = None
+        self._freed_opener: Opener | None = None
+        self._n_freed = 0  # slots of the peer that we have to tell of once the large frame in between has left
+        self._freed_at: deque[int] = deque(maxlen=SLOTS)  # up to where those that we told of last were sent
         self._closing: TimerHandle | None = None
         self._next_look: TimerHandle | None = None
         self._is_tcp = sock.family != socket.AF_UNIX
@@ -143,6 +150,7 @@ class StreamWire(Wire):
         if not self._is_tcp:
             self._last_kind = int(Frame.FREED)
             self._ring_out, self._ring_in = RingOut(), RingIn()
+            self._freed_sealer, self._freed_opener = sealer.beside(), opener.beside()
 
     def send(
         self,
@@ -168,7 +176,11 @@ class StreamWire(Wire):
                 self._pieces.append(data)
             return True
         ring = self._ring_out
-        if ring is not None and n_bytes >= LEAST_BYTES and len(header) <= MAX_HEADER_BYTES:
+        if (
+            ring is not None
+            and n_bytes >= max(LEAST_BYTES, len(views) * LEAST_VIEW_BYTES)
+            and len(header) <= MAX_HEADER_BYTES
+        ):
             if ring.is_open:
                 passed = Passed(sealer, kind, call_id, header, views, n_bytes, handed_over)
                 self._queue(passed.first)
@@ -196,6 +208,15 @@ class StreamWire(Wire):
         else:
             self._pieces.append(data)
             self._ready_until += len(data)
+
+    def _queue_freed(self) -> None:
+        """Tell of a slot, ahead of the backlog: that may wait for slots of the peer, and the peer for this one."""
+        assert self._freed_sealer is not None
+        data = self._freed_sealer.small(Frame.FREED, 0, b"", b"")
+        self._pieces.append(data)
+        self._queued += len(data)
+        self._ready_until += len(data)
+        self._freed_at.append(self._ready_until)
 
     def flush(self) -> None:
         if self._queued and not self._writing and self._open:
@@ -302,6 +323,9 @@ class StreamWire(Wire):
         self._ready_until += TAG_BYTES
         if first.handed_over is not None:
             self._handed_over.append((self._ready_until, first.handed_over))
+        while self._n_freed:
+            self._n_freed -= 1
+            self._queue_freed()
         return TAG_BYTES
 
     def _tell_handed_over(self) -> None:
@@ -376,6 +400,8 @@ class StreamWire(Wire):
             if not 1 <= kind <= self._last_kind:
                 raise ProtocolError(f"frame of unknown kind {kind}")
             if n_header + n_payload > _SMALL_BODY_BYTES:
+                if kind > MAX_KIND:
+                    raise ProtocolError(f"{Frame(kind).name} of {n_header + n_payload} bytes")
                 if available < HEAD_BYTES + TAG_BYTES:
                     break
                 start = self._begin_large(Head(kind, n_header, n_payload, call_id), start, stop)
@@ -385,6 +411,9 @@ class StreamWire(Wire):
             if available < total:
                 break
             frame = bytes(view[start : start + total])
+            if kind == _FREED:
+                assert self._freed_opener is not None
+                opener = self._freed_opener
             opener.small(frame)
             start += total
             payload = memoryview(frame)[cut:-TAG_BYTES] if n_payload else _EMPTY
@@ -400,9 +429,15 @@ class StreamWire(Wire):
         sealer, opener, out, ring, passed = self._sealer, self._opener, self._ring_out, self._ring_in, self._passed
         assert sealer is not None and opener is not None and out is not None and ring is not None
         if kind == Frame.PIECE and passed is not None:
+            freed, back = self._freed_at, SLOTS - self._n_freed
+            if back <= 0 or (len(freed) >= back and freed[-back] > self._sent):
+                raise ProtocolError("a piece in a slot that wasn't freed")  # else our queue could grow without bound
             passed.take(opener, header, payload)
-            self._queue(sealer.small(Frame.FREED, 0, b"", b""))
-            self.flush()  # the sender may wait for it
+            if self._backlog and isinstance(self._backlog[0], _Large):
+                self._n_freed += 1
+            else:
+                self._queue_freed()
+                self.flush()  # the sender may wait for it
             if passed.is_whole:
                 self._passed = None
                 self.on_frame(passed.kind, passed.call_id, passed.header, passed.body.toreadonly())

@@ -137,11 +137,15 @@ class TcpCarrier(Carrier):
         self, address: str, connected: Callable[[Wire], None], failed: Callable[[Exception], None]
     ) -> Callable[[], None]:
         family, target = parse_address(address, self.scheme)
-        sock = connect_on_host(*target[:2]) if self._same_host else None
+        sock: socket.socket | None = None
         code = 0
-        if sock is None:
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            code = sock.connect_ex(target)
+        try:
+            sock = connect_on_host(*target[:2]) if self._same_host else None
+            if sock is None:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+                code = sock.connect_ex(target)
+        except OSError as error:  # no descriptor is left, which passes: whoever dials again must not die of it
+            code = error.errno or errno.EMFILE
         return _Dial(self._loop, sock, code, address, lambda sock: connected(self._wire(sock, address)), failed).give_up
 
     def chosen(self) -> dict[str, str]:
@@ -158,13 +162,13 @@ class _Dial:
     def __init__(
         self,
         loop: Loop,
-        sock: socket.socket,
+        sock: socket.socket | None,
         code: int,
         address: str,
         connected: Callable[[socket.socket], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """`code` is what connect returned: 0, EINPROGRESS, or why it failed."""
+        """`code` is what connect returned: 0, EINPROGRESS, or why it failed, or there is no socket."""
         self._loop = loop
         self._sock = sock
         self._code = code
@@ -172,12 +176,13 @@ class _Dial:
         self._connected = connected
         self._failed = failed
         self._waiting = True
-        if code == errno.EINPROGRESS:
+        if sock is not None and code == errno.EINPROGRESS:
             loop.add_writer(sock.fileno(), self._writable)
         else:
             loop.call_soon(self._decided)
 
     def _writable(self) -> None:
+        assert self._sock is not None
         self._loop.remove_writer(self._sock.fileno())
         self._code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         self._decided()
@@ -186,8 +191,9 @@ class _Dial:
         if not self._waiting:
             return
         self._waiting = False
-        if self._code:
-            self._sock.close()
+        if self._sock is None or self._code:
+            if self._sock is not None:
+                self._sock.close()
             self._failed(PeerLost(f"{self._address}: can't connect: {os.strerror(self._code)}"))
         else:
             self._connected(self._sock)
@@ -195,8 +201,9 @@ class _Dial:
     def give_up(self) -> None:
         if self._waiting:
             self._waiting = False
-            self._loop.remove_writer(self._sock.fileno())
-            self._sock.close()
+            if self._sock is not None:
+                self._loop.remove_writer(self._sock.fileno())
+                self._sock.close()
 
 
 def parse_address(address: str, scheme: str = "tcp") -> tuple[int, tuple[str, int]]:

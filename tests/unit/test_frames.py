@@ -30,6 +30,8 @@ LIMITS = Limits()
 #: Header and payload of the largest small frame.
 ROOM = INLINE_BYTES - HEAD_BYTES - TAG_BYTES
 
+#: Those of conversations.
+KINDS = [kind for kind in Frame if kind <= MAX_KIND]
 Item = tuple[Frame, int, bytes, bytes]
 frames = st.tuples(
     st.sampled_from(KINDS),
@@ -231,6 +233,9 @@ def test_all_kinds_of_conversations_are_known() -> None:
     assert KINDS[-1] == Frame.CREDIT
     for kind in KINDS:
         assert read_head(b"??" + struct.pack("<BxxxIQQ", kind, 3, 4, 5), 2) == (kind, 3, 4, 5)
+    for unknown in (0, MAX_KIND + 1, 255):
+        with pytest.raises(ProtocolError):
+            read_head(struct.pack("<BxxxIQQ", unknown, 3, 4, 5))
 
 
 def test_views_are_flat_and_not_copied() -> None:

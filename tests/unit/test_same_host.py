@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from miles_hpc.control.same_host import connect_on_host, listen_on_host, who_is_
 from miles_hpc.control.stream_wire import StreamWire
 from miles_hpc.control.tcp import TcpCarrier, parse_address
 from miles_hpc.control.wire import Port, Wire
+from miles_hpc.core.errors import PeerLost
 
 WAIT_S = 30.0
 
@@ -142,6 +144,28 @@ def test_a_full_queue_is_left_for_tcp(meeting: Callable[..., Meeting], monkeypat
             assert len(held) < 10
         for sock in held:
             sock.close()
+
+
+@pytest.mark.parametrize("dialer", [True, False])
+def test_a_dialer_without_a_descriptor_is_told_as_of_any_failure(
+    meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch, dialer: bool
+) -> None:
+    """Later, and not by an OSError: a member that connects again would end of it."""
+
+    def none_left(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    m = meeting(dialer=dialer)
+    failed: list[Exception] = []
+    with monkeypatch.context() as full:
+        full.setattr(socket, "socket", none_left)
+        m._dialer.dial(m.port.address, lambda _: None, failed.append)
+        m._dialer.dial(m.port.address, lambda _: None, failed.append)()  # given up at once
+    assert failed == []
+    m.loop.run_until(lambda: False, m.loop.time() + 0.01)
+    assert [str(error) for error in failed] == [f"{m.port.address}: can't connect: Too many open files"]
+    assert isinstance(failed[0], PeerLost)
+    m.dial()
 
 
 def test_who_is_there_when_nobody_is_left_is_said_without_an_error() -> None:

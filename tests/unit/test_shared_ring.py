@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -77,6 +79,10 @@ def ends() -> Iterator[Ends]:
     ends.close()
 
 
+def n_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def n_pieces_put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of what goes into a ring from now on."""
     sizes: list[int] = []
@@ -110,7 +116,7 @@ def test_payloads_go_through_the_ring(
     wire = ends.wires[end]
     ring = wire._ring_out
     assert ring is not None
-    assert ends.loop.run_until(lambda: ring.n_free == shared_ring._SLOTS, ends.loop.time() + WAIT_S)
+    assert ends.loop.run_until(lambda: ring.n_free == shared_ring.SLOTS, ends.loop.time() + WAIT_S)
     assert wire.queued_bytes == 0
 
 
@@ -128,6 +134,46 @@ def test_smaller_payloads_and_the_first_one_go_through_the_socket(ends: Ends, mo
     assert sizes == []
 
 
+@pytest.mark.parametrize("rings", [(0, 1), (0,), (1,)])
+def test_both_ends_send_more_than_a_ring_at_once(ends: Ends, rings: tuple[int, ...]) -> None:
+    """Each waits for the other to free slots: that must not wait behind what waits, nor get into a frame's middle."""
+    for end in (0, 1):
+        if end in rings:
+            ends.open_ring(end)
+        else:
+            ring = ends.wires[end]._ring_out
+            assert ring is not None
+            ring.ask()  # and never does
+    payload = os.urandom(5 * RING)
+    for call_id in range(3):
+        for end in (0, 1):
+            ends.send(payload, end=end, call_id=call_id)
+            ends.send(b"small", end=end, call_id=call_id)
+    for end in (0, 1):
+        ends.run(6, end=end)
+        assert [call_id for _, call_id, _, _ in ends.got[end]] == [0, 0, 1, 1, 2, 2]
+        assert [data for *_, data in ends.got[end]] == [payload, b"small"] * 3
+    idle = lambda: not any(wire.queued_bytes for wire in ends.wires)  # noqa: E731
+    assert ends.loop.run_until(idle, ends.loop.time() + WAIT_S)
+    for wire in ends.wires:
+        ring = wire._ring_out
+        assert ring is not None
+        free = lambda ring=ring: ring.n_free == shared_ring.SLOTS  # noqa: E731
+        assert ends.loop.run_until(free, ends.loop.time() + WAIT_S)
+    assert ends.ended == ([], [])
+
+
+def test_a_payload_of_many_small_views_goes_through_the_socket(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the ring each would take a slot and a frame of its own in both directions: ten times as long."""
+    ends.open_ring()
+    sizes = n_pieces_put(monkeypatch)
+    payload = os.urandom(RING)
+    ends.send(payload, parts=RING // 1000)
+    ends.run(1)
+    assert ends.got[1][0][3] == payload
+    assert sizes == []
+
+
 def test_buffers_are_given_back_and_waiters_told(ends: Ends) -> None:
     ends.open_ring()
     told: list[str] = []
@@ -142,7 +188,7 @@ def test_buffers_are_given_back_and_waiters_told(ends: Ends) -> None:
     assert sorted(told) == ["drained", "handed over"]
 
 
-@pytest.mark.parametrize("what", ["no memory", "no descriptor arrives", "no name"])
+@pytest.mark.parametrize("what", ["no memory", "no descriptor arrives", "no name", "no socket", "no seals there"])
 def test_without_a_ring_the_socket_does(ends: Ends, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def fails(*_: object) -> None:
         raise OSError("as on a host that has none")
@@ -151,6 +197,17 @@ def test_without_a_ring_the_socket_does(ends: Ends, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(shared_ring, "_pass_memory", fails)
     elif what == "no descriptor arrives":
         monkeypatch.setattr(shared_ring, "_received_memory", lambda *_: None)
+    elif what == "no socket":
+        monkeypatch.setattr(socket, "socket", fails)
+    elif what == "no seals there":
+        hear = RingIn.hear
+
+        def without(self: RingIn, words: bytes) -> bytes | None:
+            with monkeypatch.context() as there:
+                there.setattr(shared_ring, "_SEALS", 0)
+                return hear(self, words)
+
+        monkeypatch.setattr(RingIn, "hear", without)
     else:
         monkeypatch.setattr(shared_ring, "_address", lambda _: b"/nowhere/at/all")
     payload = os.urandom(2 * RING)
@@ -161,7 +218,39 @@ def test_without_a_ring_the_socket_does(ends: Ends, monkeypatch: pytest.MonkeyPa
     assert [data for *_, data in ends.got[1]] == [payload] * 4
     ring = ends.wires[0]._ring_out
     assert ring is not None and ring._asked and not ring.is_open
+    taking = ends.wires[1]._ring_in
+    assert taking is not None and taking._port is None  # nothing more is waited for
     assert ends.ended == ([], [])
+
+
+@pytest.mark.parametrize("n_left", range(6))
+def test_a_process_without_descriptors_keeps_its_connections(ends: Ends, n_left: int) -> None:
+    ends.open_ring(1)  # what is imported late is there
+    before = n_descriptors()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(n_left):
+            os.close(held.pop())
+        payload = os.urandom(2 * RING)
+        for n in range(3):
+            ends.send(payload)
+            ends.run(n + 1)
+        ends.loop.run_until(lambda: False, ends.loop.time() + 0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in held:
+            os.close(fd)
+    ring = ends.wires[0]._ring_out
+    assert ring is not None
+    assert [data for *_, data in ends.got[1]] == [payload] * 3
+    assert ends.ended == ([], [])
+    gc.collect()
+    assert n_descriptors() == before + (2 if ring.is_open else 0)
 
 
 def test_a_changed_byte_in_the_memory_ends_the_connection(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +260,7 @@ def test_a_changed_byte_in_the_memory_ends_the_connection(ends: Ends, monkeypatc
     def changed(self: RingOut, data: memoryview) -> bytes:
         assert self._memory is not None
         words = put(self, data)
-        self._memory[(self._slot - 1) % shared_ring._SLOTS * shared_ring._SLOT_BYTES + 77] ^= 1
+        self._memory[(self._slot - 1) % shared_ring.SLOTS * shared_ring._SLOT_BYTES + 77] ^= 1
         return words
 
     monkeypatch.setattr(RingOut, "put", changed)
@@ -211,14 +300,14 @@ def test_a_peer_that_reads_nothing_costs_a_ring_and_no_more(ends: Ends) -> None:
 
 def test_nothing_is_left_of_a_ring(ends: Ends) -> None:
     gc.collect()
-    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    before = n_descriptors()
     ends.open_ring(0)
     ends.open_ring(1)
-    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before + 4  # each mapping keeps a descriptor
+    assert n_descriptors() == before + 4  # each mapping keeps a descriptor
     for wire in ends.wires:
         wire.abandon()
     gc.collect()
-    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before - 2
+    assert n_descriptors() == before - 2
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -290,7 +379,7 @@ def test_a_sender_hears_nothing_out_of_order() -> None:
 
 @pytest.mark.parametrize(
     ("slot", "n_bytes"),
-    [(shared_ring._SLOTS, 1), (2**32 - 1, 1), (0, 0), (0, shared_ring._SLOT_BYTES + 1), (0, 1001)],
+    [(shared_ring.SLOTS, 1), (2**32 - 1, 1), (0, 0), (0, shared_ring._SLOT_BYTES + 1), (0, 1001)],
 )
 def test_pieces_out_of_bounds_are_refused(slot: int, n_bytes: int) -> None:
     ring = RingIn()
@@ -322,6 +411,7 @@ def test_announced_payloads_are_checked_before_they_get_memory() -> None:
         (Frame.PIECE, bytes(8), bytes(16)),
         (Frame.FREED, b"", b""),
         (16, b"", b""),
+        (Frame.RING, b"?", bytes(20_000)),
     ],
 )
 def test_frames_out_of_order_end_the_connection(ends: Ends, kind: int, header: bytes, payload: bytes) -> None:
@@ -331,6 +421,27 @@ def test_frames_out_of_order_end_the_connection(ends: Ends, kind: int, header: b
     assert ends.got[1] == [] and len(ends.ended[1]) == 1
     ends.loop.run_until(lambda: True)
     assert ends.ended[0] == []
+
+
+def test_a_peer_that_waits_for_no_slot_is_refused(ends: Ends) -> None:
+    """And reads nothing: what it's told of its slots would pile up."""
+    ends.open_ring()
+    bad, taking = ends.wires
+    sealer, ring = bad._sealer, bad._ring_out
+    assert sealer is not None and ring is not None and ring._memory is not None
+    ends.loop.remove_reader(bad._fd)
+    data = bytearray(sealer.small(Frame.PASSED, 1, b"", struct.pack("<BxxxxxxxQ", Frame.CALL, RING)))
+    while not ends.ended[1]:
+        sequence = sealer.reserve(1)
+        tag = sealer.piece_tag(sequence, ring._memory[:1])
+        data += sealer.reserved(sequence, Frame.PIECE, struct.pack("<II", 0, 1), tag)
+        if len(data) > 1000:
+            with contextlib.suppress(BlockingIOError):
+                del data[: bad._sock.send(data)]
+            ends.loop.run_until(lambda: False, ends.loop.time())
+        assert sequence < 100_000
+    assert ends.ended[1] == ["a piece in a slot that wasn't freed"]
+    assert taking.queued_bytes < 1000
 
 
 def test_tcp_connections_know_nothing_of_rings() -> None:
