@@ -150,8 +150,12 @@ def test_sites_list_and_show(here: Path, capsys: pytest.CaptureFixture[str], mon
     assert "slurm_box" in listed
     assert main(["sites", "show", "mine"]) == 0
     assert 'title = "My cluster"' in capsys.readouterr().out
-    assert main(["sites", "check", "mine"]) == 1  # no Slurm here
-    assert "FAIL  no Slurm on this machine" in capsys.readouterr().out
+    assert main(["sites", "check", "mine"]) == 1
+    checked = capsys.readouterr().out
+    assert "FAIL  no partition for role 'sandbox'" in checked
+    assert "skip  no Slurm on this machine" in checked
+    assert "open  node.gpu: not known" not in checked  # a site without GPUs
+    assert "open  fabric.kind: not known" in checked
 
 
 def test_status_without_slurm(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
