@@ -132,7 +132,7 @@ def validate(run: RunConfig, site: SiteConfig) -> None:
     for rule in (_name, _numbers, _names, _model, _lengths, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
-    for complaint in _memory(run):
+    for complaint in _memory(run, site):
         raise UserError(f"run '{run.name}': {complaint}")
     for role in ("trainer", "rollout", "sandbox"):
         for complaint in _group(run, role, getattr(run.groups, role), site):
@@ -303,8 +303,10 @@ def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> I
     yield from group_complaints(run, site, group, partition)
 
 
-def _memory(run: RunConfig) -> Iterator[str]:
+def _memory(run: RunConfig, site: SiteConfig) -> Iterator[str]:
     """--mem carries over to later components and can't be taken back there (heterogeneous_jobs.html)."""
+    if site.sbatch.mem in ("forbidden", "zero"):  # nobody states it, or everybody
+        return
     earlier = ""
     for role in ("trainer", "rollout", "sandbox"):
         group: GroupConfig = getattr(run.groups, role)
