@@ -72,11 +72,10 @@ def _roles(site: SiteConfig) -> list[Finding]:
 def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
     try:
         slurm.require()
-    except UserError as error:
-        return [Finding(True, f"{error}: partitions and version are not compared", looked=False)]
-    try:
         version = slurm.version()
         live = slurm.partitions()
+    except UserError as error:  # no Slurm here
+        return [Finding(True, f"partitions and version are not compared: {error}", looked=False)]
     except MilesError as error:
         return [Finding(False, str(error))]
     findings = [Finding(True, version)]

@@ -151,7 +151,7 @@ class SiteStripe(Section, frozen=True, kw_only=True):
 class SiteFileSystem(Section, frozen=True, kw_only=True):
     """One file system and its rules."""
 
-    path: str  # "$SCRATCH" or a path
+    path: str  # "$SCRATCH", a path, or its name at the site where no path is known
     kind: str = ""  # lustre | gpfs | vast | nfs | ...
     purge_days: int = 0
     purge_basis: Literal["unread", "age", ""] = ""  # unread: days since the last read; age: days since written
@@ -176,7 +176,7 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     inherits: str = ""  # a base by name: its fields hold where this file says nothing; "" once it is merged
     title: str = ""
     aliases: list[str] = []  # further names for --site
-    host_patterns: list[str] = []  # regular expressions for whole host names of nodes
+    host_patterns: list[str] = []  # regular expressions for whole host names of nodes, without their domain
     sources: list[SiteSource | str] = []  # a plain string covers nothing in particular
     verified: str = ""  # date
     notes: list[str] = []  # for readers: what doesn't apply here, traps
