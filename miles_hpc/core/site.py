@@ -48,7 +48,7 @@ class SitePartition(Section, frozen=True, kw_only=True):
     """One partition: which roles it suits, what a node of it has, what a job in it may ask for."""
 
     name: str
-    roles: list[str]  # trainer | rollout | sandbox: the first partition listed for a role is its default
+    roles: list[Literal["trainer", "rollout", "sandbox"]]  # the first partition listed for a role is its default
     nodes: int = 0  # 0 = unknown
     max_nodes: int = 0  # of one job; 0 = unknown
     max_time: str = ""  # for readers; Slurm itself refuses a job.time above it

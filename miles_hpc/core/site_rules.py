@@ -13,6 +13,7 @@ _OPTION = re.compile(r"--[a-z][a-z-]*\Z")
 _DATE = re.compile(r"20\d\d-\d\d(-\d\d)?\Z")
 _TIME = re.compile(r"((\d+-\d+|\d+)(:\d\d?){0,2}|UNLIMITED)?\Z")
 _VERSION = re.compile(r"(\d+\.\d+(\.\d+)?)?\Z")
+_GPU_REQUEST = re.compile(r"--gres[=\s]+gpu|--gpus([=\s]|-per-)|--ntasks-per-gpu|-G")
 _SHORT = {
     "-A": "--account",
     "-C": "--constraint",
@@ -114,6 +115,13 @@ def directive_complaints(site: SiteConfig, stated: list[str], extra: list[str]) 
         if hit and name.startswith("--") and len(name) > 3:
             where = "job.extra_directives: " if directive in extra else ""
             yield f"{where}site '{site.name}' forbids {sorted(hit)[0]}: take '{directive}' out"
+    for directive in extra:
+        # Slurm refuses some mixtures of --gres, --gpus-per-node and --gpus-per-task and takes others for more GPUs.
+        if site.gpu_request != "none" and _GPU_REQUEST.match(directive):
+            yield (
+                f"job.extra_directives: site '{site.name}' asks for GPUs with --{site.gpu_request}: "
+                f"set groups.<role>.gpus_per_node and take '{directive}' out"
+            )
     names = {option_name(directive) for directive in stated}
     for option in site.sbatch.required:
         if option not in names:

@@ -124,6 +124,13 @@ def test_steps_ask_as_the_job_does(name: str) -> None:
         ("vista", "job.extra_directives=['--export=ALL']", "site 'vista' forbids --export"),
         ("vista", "groups.trainer.nodes=65", "nodes = 65: partition 'gh' of site 'vista' allows 64"),
         ("vista", "groups.trainer.partition=gh-dev", "nodes = 32: partition 'gh-dev' of site 'vista' allows 8"),
+        (
+            "clariden",
+            "job.extra_directives=['--gres=gpu:4']",
+            "'clariden' asks for GPUs with --gpus-per-task: set groups.",
+        ),
+        ("leonardo", "job.extra_directives=['--gpus-per-node=4']", "site 'leonardo' asks for GPUs with --gres: set"),
+        ("jupiter", "job.extra_directives=['-G 4']", "site 'jupiter' asks for GPUs with --gres"),
         ("perlmutter", "job.qos=", "job.qos: site 'perlmutter' wants --qos in every job: set it (regular, debug, "),
         ("perlmutter", "job.qos=debug", "QOS 'debug' of site 'perlmutter' runs 2 of a user's jobs at once"),
         ("mn5_acc", "groups.trainer.cpus_per_task=14", "cpus_per_task = 14: site 'mn5_acc' wants 20 CPUs a GPU: set"),
@@ -144,4 +151,5 @@ def test_what_a_site_refuses_is_one_line(name: str, override: str, message: str)
 
 
 def test_options_that_only_begin_alike_are_others() -> None:
+    plan("leonardo", "job.extra_directives=['--gres=tmpfs:10g', '--gpu-freq=low']")
     plan("vista", "job.extra_directives=['--exclusive', '--mem-bind=local', '--nice=5', '-d singleton']")

@@ -103,6 +103,10 @@ def test_a_users_file_inherits_from_a_shipped_site(tmp_path: Path) -> None:
         ("[fabric]\nkind = 'ipoib'\n", "mine.toml: 'fabric.kind' = \"ipoib\": expected one of 'cxi', 'ib', 'roce', "),
         ("[node]\ncpus = 'many'\n", "mine.toml: 'node.cpus' = \"many\": expected int, seen str"),
         ("[sbatch]\nexclude_allowed = 'no'\n", "mine.toml: 'sbatch.exclude_allowed' = \"no\": expected bool, seen str"),
+        (
+            "[[partitions]]\nname = 'p'\nroles = ['trianer']\n",
+            "mine.toml: 'partitions[0].roles[0]' = \"trianer\": expected one of 'trainer', ",
+        ),
         ("[[qos]]\nmax_time = '1'\n", "mine.toml: missing key 'qos[0].name': expected str"),
         ("[[qos]]\nname = 'a'\nmax_time = 'long'\n", "mine.toml: 'qos[0].max_time' = \"long\": expected minutes, "),
         ("[[qos]]\nname = 'a'\n[[qos]]\nname = 'a'\n", "mine.toml: 'qos' lists 'a' twice"),
