@@ -163,6 +163,9 @@ def group_complaints(run: RunConfig, site: SiteConfig, group: GroupConfig, parti
     qos = next((qos for qos in site.qos if qos.name == run.job.qos), None)
     if qos is not None and qos.max_nodes and group.nodes > qos.max_nodes:
         yield f"nodes = {group.nodes}: QOS '{qos.name}' of site '{site.name}' allows {qos.max_nodes}"
+    chained = next((place for place in (run.job.qos, partition.name) if place in site.lifecycle.chaining_forbidden), "")
+    if chained and run.job.max_allocations > 1:
+        yield f"site '{site.name}' forbids jobs that follow each other in '{chained}': set job.max_allocations = 1"
     components = sum(getattr(run.groups, name).nodes > 0 for name in ("trainer", "rollout", "sandbox"))
     for kind, limit in (("partition", partition), ("QOS", qos)):
         if limit is not None and limit.max_running and components > limit.max_running:

@@ -26,7 +26,6 @@ READ_BY_PEOPLE = {
     "SiteConfig.container",
     "SiteConfig.file_systems",
     "SiteConfig.inherits",  # the same
-    "SiteConfig.lifecycle",
     "SiteConfig.mpi_flavours",
     "SiteConfig.notes",
     "SiteConfig.service_ports",

@@ -132,7 +132,12 @@ def test_steps_ask_as_the_job_does(name: str) -> None:
         ("leonardo", "job.extra_directives=['--gpus-per-node=4']", "site 'leonardo' asks for GPUs with --gres: set"),
         ("jupiter", "job.extra_directives=['-G 4']", "site 'jupiter' asks for GPUs with --gres"),
         ("perlmutter", "job.qos=", "job.qos: site 'perlmutter' wants --qos in every job: set it (regular, debug, "),
-        ("perlmutter", "job.qos=debug", "QOS 'debug' of site 'perlmutter' runs 2 of a user's jobs at once"),
+        (
+            "perlmutter",
+            "job.qos=debug",
+            "site 'perlmutter' forbids jobs that follow each other in 'debug': set job.max_all",
+        ),
+        ("perlmutter", "job.qos=interactive", "nodes = 8: QOS 'interactive' of site 'perlmutter' allows 4"),
         ("mn5_acc", "groups.trainer.cpus_per_task=14", "cpus_per_task = 14: site 'mn5_acc' wants 20 CPUs a GPU: set"),
         ("mn5_acc", "groups.rollout.cpus_per_task=57", "set it to 80 or more"),
         ("mn5_acc", "groups.rollout.mem=100G", "takes no memory request"),
@@ -148,6 +153,13 @@ def test_what_a_site_refuses_is_one_line(name: str, override: str, message: str)
         plan(name, override)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_limits_on_running_jobs_count_components() -> None:
+    debug = ("job.qos=debug", "job.max_allocations=1")
+    with pytest.raises(UserError, match=r"QOS 'debug' of site 'perlmutter' runs 2 of a user's jobs at once, and a het"):
+        plan("perlmutter", *debug)
+    plan("perlmutter", *debug, "groups.sandbox.nodes=0")
 
 
 def test_options_that_only_begin_alike_are_others() -> None:
