@@ -51,6 +51,10 @@ def main() -> int:
         if newest_attempt(paths) > attempt:
             print("supervisor: the run was started elsewhere already: no next allocation from here", flush=True)
             return exits.FENCED
+        if attempt >= run.job.max_allocations:
+            last = f"allocation {attempt} was the last of job.max_allocations = {run.job.max_allocations}"
+            print(f"supervisor: {last}: to go on, raise it and submit again", flush=True)
+            return code
         _next_allocation(slurm, site.requeue, job_id, paths)
     return code
 

@@ -6,8 +6,10 @@ import argparse
 
 from miles_hpc.cluster.preflight import check_site
 from miles_hpc.cluster.site import site_folders
+from miles_hpc.cluster.site_facts import layouts_text, unknown_facts
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.core import env
+from miles_hpc.core.config import SiteConfig
 from miles_hpc.core.load import load_site, resolved_toml, site_names
 
 __all__ = ["main"]
@@ -16,16 +18,32 @@ __all__ = ["main"]
 def main(args: argparse.Namespace) -> int:
     folders = site_folders()
     if args.action == "list":
-        names = site_names(folders)
-        for name in sorted(names):
-            site = load_site(name, folders)
-            print(f"{name:<{max(map(len, names))}}  verified {site.verified or 'never':<10}  {site.title}")
+        sites = [load_site(name, folders) for name in sorted(site_names(folders))]
+        rows = [_row(site) for site in sites]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows:
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
         return 0
     site = load_site(args.site or str(env.read("MILES_HPC_SITE")), folders)
+    unknown = unknown_facts(site)
     if args.action == "show":
         print(resolved_toml(site), end="")
+        print("\n# Not known:" if unknown else "\n# Nothing is left open.")
+        for key in unknown:
+            print(f"#   {key}")
         return 0
+    print(f"ok    {site.name}: the file is valid")
     findings = check_site(site, Slurm())
     for finding in findings:
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}")
+        print(f"{finding.mark:<4}  {finding.text}")
+    for key in unknown:
+        print(f"open  {key}: not known")
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _row(site: SiteConfig) -> tuple[str, ...]:
+    per_node = max([site.node.gpus, *(partition.gpus_per_node for partition in site.partitions)])
+    gpus = f"{per_node} x {site.node.gpu or 'GPU'}" if per_node else "no GPUs"
+    layouts = layouts_text(site) if site.scheduler != "none" else "-"
+    scheduler = site.scheduler if site.scheduler != "none" else "-"
+    return (site.name, scheduler, gpus, layouts, f"verified {site.verified or 'never'}", site.title)

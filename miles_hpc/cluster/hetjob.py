@@ -19,9 +19,10 @@ from miles_hpc.cluster.site import role_environment, role_python, source_root
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.site_rules import directive_complaints
 from miles_hpc.core.validate import partition_of
 
-__all__ = ["ROLES", "HetComponent", "HetJobPlan", "gpu_option", "job_roles", "plan_job"]
+__all__ = ["ROLES", "HetComponent", "HetJobPlan", "gpu_option", "job_roles", "memory_option", "plan_job"]
 
 #: Roles with nodes of their own, in the order of the job's components.
 ROLES = ("trainer", "rollout", "sandbox")
@@ -33,12 +34,13 @@ class HetComponent:
 
     role: str
     name: str
-    partition: str
+    partition: str  # "" where the site finds it from QOS and constraint
     nodes: int
     ntasks: int
     ntasks_per_node: int
     cpus_per_task: int
-    gpus: str  # "--gres=gpu:h100:8" or "--gpus-per-node=8"
+    gpus: str  # "--gres=gpu:h100:8", "--gpus-per-node=8" or "--gpus-per-task=1"
+    gpu_bind: str
     constraint: str
     mem: str
     time: str
@@ -49,12 +51,13 @@ class HetComponent:
         """Every option of this component as sbatch reads it."""
         optional = (
             self.gpus,
+            f"--gpu-bind={self.gpu_bind}" if self.gpu_bind else "",
             f"--constraint={_quoted(self.constraint)}" if self.constraint else "",
             f"--mem={self.mem}" if self.mem else "",
         )
         return (
             f"--job-name={self.name}",
-            f"--partition={self.partition}",
+            *([f"--partition={self.partition}"] if self.partition else []),
             f"--nodes={self.nodes}",
             f"--ntasks={self.ntasks}",
             f"--ntasks-per-node={self.ntasks_per_node}",
@@ -82,18 +85,27 @@ def job_roles(run: RunConfig) -> tuple[str, ...]:
     return tuple(role for role in ROLES if getattr(run.groups, role).nodes > 0)
 
 
-def gpu_option(site: SiteConfig, partition: SitePartition, gpus_per_node: int) -> str:
+def gpu_option(site: SiteConfig, partition: SitePartition, gpus_per_node: int, tasks_per_node: int = 1) -> str:
     """The one form of GPU request that the site accepts; "" when no GPUs are asked for or the node implies them."""
     if gpus_per_node == 0 or site.gpu_request == "none":
         return ""
     kind = f"{partition.gres}:" if partition.gres else ""
     if site.gpu_request == "gres":
         return f"--gres=gpu:{kind}{gpus_per_node}"
+    if site.gpu_request == "gpus-per-task":
+        return f"--gpus-per-task={kind}{gpus_per_node // tasks_per_node}"
     return f"--gpus-per-node={kind}{gpus_per_node}"
 
 
+def memory_option(site: SiteConfig, mem: str) -> str:
+    """The value of --mem: what the group asks for, or 0 (the whole node) where the site wants that; "" = not stated."""
+    return mem or ("0" if site.sbatch.mem == "zero" else "")
+
+
 def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
-    """The plan of one batch job. `run` and `site` have passed `validate`; raises UserError for paths sbatch can't take.
+    """The plan of one batch job. `run` and `site` have passed `validate`.
+
+    Raises UserError for paths sbatch can't take, and for an option that the site forbids or misses.
 
     `paths` is absolute: the job starts in the run directory whatever the submitting shell's folder was.
     """
@@ -106,8 +118,9 @@ def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
     ]
     common += [f"--account={run.job.account}"] if run.job.account else []
     common += [f"--qos={run.job.qos}"] if run.job.qos else []
+    common += [f"--network={site.fabric.slurm_network}"] if site.fabric.slurm_network else []
     common += [*site.directives, *run.job.extra_directives]
-    components = []
+    components: list[HetComponent] = []
     for role in job_roles(run):
         group: GroupConfig = getattr(run.groups, role)
         partition = partition_of(site, role, group)
@@ -118,18 +131,21 @@ def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
             HetComponent(
                 role=role,
                 name=f"{run.name}-{role}",
-                partition=partition.name,
+                partition=partition.name if site.sbatch.partition_stated else "",
                 nodes=group.nodes,
                 ntasks=group.nodes * ranks,
                 ntasks_per_node=ranks,
                 cpus_per_task=group.cpus_per_task,
-                gpus=gpu_option(site, partition, group.gpus_per_node),
+                gpus=gpu_option(site, partition, group.gpus_per_node, ranks),
+                gpu_bind=site.sbatch.gpu_bind if group.gpus_per_node else "",
                 constraint=group.constraint or partition.constraint,
-                mem=group.mem,
+                mem=memory_option(site, group.mem),
                 time=run.job.time,
-                extra=tuple(common),
+                extra=(*_segment(site, group), *common),
             )
         )
+        for complaint in directive_complaints(site, list(components[-1].directives), run.job.extra_directives):
+            raise UserError(f"run '{run.name}': {complaint}")
     return HetJobPlan(
         run_name=run.name,
         run_dir=paths.root,
@@ -138,6 +154,12 @@ def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
         exports=_exports(run, site),
         modules=tuple(site.modules),
     )
+
+
+def _segment(site: SiteConfig, group: GroupConfig) -> tuple[str, ...]:
+    """--segment has no effect when all nodes fit into one segment (topology.html), so it isn't stated then."""
+    size = site.topology.segment_nodes
+    return (f"--segment={size}",) if site.topology.segment_directive and 0 < size < group.nodes else ()
 
 
 def _exports(run: RunConfig, site: SiteConfig) -> dict[str, str]:

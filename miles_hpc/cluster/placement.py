@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from miles_hpc.cluster.hetjob import ROLES, gpu_option, job_roles
+from miles_hpc.cluster.hetjob import ROLES, gpu_option, job_roles, memory_option
 from miles_hpc.cluster.nodelist import compress, expand
 from miles_hpc.core import env
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig
@@ -77,7 +77,9 @@ def role_srun_args(
     trainer = role == "trainer"
     per_node = group.ranks_per_node if trainer else 1
     partition = partition_of(site, role, group)
-    gpus = gpu_option(site, partition, group.gpus_per_node) if partition is not None else ""
+    gpus = gpu_option(site, partition, group.gpus_per_node, per_node) if partition is not None else ""
+    bind = site.sbatch.gpu_bind if group.gpus_per_node else ""
+    mem = memory_option(site, group.mem)
     return [
         "srun",
         f"--het-group={job_roles(run).index(role)}",
@@ -87,7 +89,8 @@ def role_srun_args(
         f"--ntasks-per-node={per_node}",
         f"--cpus-per-task={group.cpus_per_task}",
         *([gpus] if gpus else []),
-        *([f"--mem={group.mem}"] if group.mem else []),
+        *([f"--gpu-bind={bind}"] if bind else []),
+        *([f"--mem={mem}"] if mem else []),
         *([f"--nodelist={compress(chosen)}"] if hosts is not None else []),
         # The default is cyclic for up to one task a node and block above; ranks of a node must be neighbours.
         "--distribution=block",

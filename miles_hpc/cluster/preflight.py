@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,6 +33,12 @@ class Finding:
 
     ok: bool
     text: str
+    looked: bool = True  # false: there was nothing to look at
+
+    @property
+    def mark(self) -> str:
+        """ "ok", "FAIL" or "skip" in front of the text."""
+        return ("ok" if self.ok else "FAIL") if self.looked else "skip"
 
 
 def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
@@ -39,7 +46,7 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
     slurm.require()
     live = slurm.partitions()
     for component in plan.components:
-        if component.partition not in live:
+        if component.partition and component.partition not in live:
             near = get_close_matches(component.partition, live, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(live) or 'none'}"
             raise UserError(f"{component.role}: this cluster has no partition '{component.partition}': {hint}")
@@ -47,20 +54,41 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
 
 
 def check_site(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
-    """What can be checked of a site file on this machine; never raises for a cluster that differs."""
+    """What can be checked of a site file on this machine; never raises for a cluster that differs.
+
+    Without Slurm the file alone is looked at; a Slurm that doesn't answer is a failure.
+    """
     if site.scheduler == "none":
         return [Finding(True, "no scheduler: runs start with 'miles-hpc local'")]
+    return [*_roles(site), *_against_cluster(site, slurm)]
+
+
+def _roles(site: SiteConfig) -> list[Finding]:
+    stated = {role for partition in site.partitions for role in partition.roles}
+    missing = [role for role in ("trainer", "rollout", "sandbox") if role not in stated]
+    return [Finding(False, f"no partition for role '{role}'") for role in missing]
+
+
+def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
     try:
         slurm.require()
-        findings = [Finding(True, slurm.version())]
+        version = slurm.version()
         live = slurm.partitions()
+    except UserError as error:  # no Slurm here
+        return [Finding(True, f"partitions and version are not compared: {error}", looked=False)]
     except MilesError as error:
         return [Finding(False, str(error))]
-    for partition in site.partitions:
+    findings = [Finding(True, version)]
+    if (have := _version(version)) and have < _version(site.slurm_version_min):
+        findings.append(Finding(False, f"{version}: the site file asks for {site.slurm_version_min} or newer"))
+    for partition in site.partitions if site.sbatch.partition_stated else []:
         there = partition.name in live
         found = "is there" if there else f"is not among {', '.join(live) or 'none'}"
         findings.append(Finding(there, f"partition '{partition.name}' {found}"))
-    for role in ("trainer", "rollout", "sandbox"):
-        if not any(role in partition.roles for partition in site.partitions):
-            findings.append(Finding(False, f"no partition for role '{role}'"))
     return findings
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The first dotted number in "slurm-wlm 22.05.8"; () when there is none."""
+    found = re.search(r"\d+(\.\d+)+", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -59,4 +59,4 @@ def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
 
 def role_environment(site: SiteConfig, *, nodes: int) -> dict[str, str]:
     """Variables that the site wants for a role which spans `nodes` nodes."""
-    return {**site.env, **(site.env_multi_node if nodes > 1 else {})}
+    return {**site.env, **(site.env_multi_node if nodes > 1 else site.env_single_node)}

@@ -1,4 +1,4 @@
-"""The run file and the site file as frozen structs, documented per field.
+"""The run file as frozen structs, documented per field; those of the site file are in `core.site` and re-exported.
 
 `core.load` parses TOML into these, refuses unknown keys with their path and the nearest name, and applies
 `--set a.b=c`. Where Miles has the concept, the option has Miles' name (`rollout_batch_size`, `eps_clip`, ...).
@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
+from miles_hpc.core.section import PythonConfig, Section
+from miles_hpc.core.site import (
+    SiteConfig,
+    SiteContainer,
+    SiteFabric,
+    SiteFileSystem,
+    SiteLifecycle,
+    SiteNode,
+    SitePartition,
+    SitePorts,
+    SiteQos,
+    SiteSbatch,
+    SiteSource,
+    SiteStripe,
+    SiteTopology,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -24,17 +39,20 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "SiteConfig",
+    "SiteContainer",
+    "SiteFabric",
+    "SiteFileSystem",
+    "SiteLifecycle",
     "SiteNode",
     "SitePartition",
+    "SitePorts",
+    "SiteQos",
+    "SiteSbatch",
+    "SiteSource",
+    "SiteStripe",
+    "SiteTopology",
     "TrainConfig",
 ]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section: frozen, keyword-only, unknown keys refused."""
-
-
-# ------------------------------------------------------------------------------------------------ run file
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -181,15 +199,6 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     max_role_restarts: int = 20
 
 
-class PythonConfig(Section, frozen=True, kw_only=True):
-    """Python interpreters per role; "" = the one that submits."""
-
-    controller: str = ""
-    trainer: str = ""
-    rollout: str = ""
-    sandbox: str = ""
-
-
 class RunConfig(Section, frozen=True, kw_only=True):
     """A run file."""
 
@@ -209,52 +218,3 @@ class RunConfig(Section, frozen=True, kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     control: ControlConfig = ControlConfig()
     python: PythonConfig = PythonConfig()
-
-
-# ------------------------------------------------------------------------------------------------ site file
-
-
-class SitePartition(Section, frozen=True, kw_only=True):
-    """One partition: which roles it suits and what a node of it has."""
-
-    name: str
-    roles: list[str]  # trainer | rollout | sandbox: the first partition listed for a role is its default
-    nodes: int = 0  # 0 = unknown
-    max_time: str = ""  # for readers; Slurm itself refuses a job.time above it
-    constraint: str = ""
-    gres: str = ""  # GPU type in gres requests: gpu:<type>:<n>; "" = gpu:<n>
-    gpus_per_node: int = 0
-    cpus_per_node: int = 0
-
-
-class SiteNode(Section, frozen=True, kw_only=True):
-    """What a node has."""
-
-    gpus: int = 0  # the most that a group may ask for without Slurm; with it, partitions say so
-    gpu: str = ""  # for readers: the model
-    nics: list[str] = []  # for readers
-    local_scratch: str = ""  # for readers
-
-
-class SiteConfig(Section, frozen=True, kw_only=True):
-    """One cluster: facts with their sources."""
-
-    name: str
-    title: str = ""
-    sources: list[str] = []  # for readers: where the facts are from
-    verified: str = ""  # date
-    scheduler: Literal["slurm", "none"] = "slurm"
-    partitions: list[SitePartition] = []
-    node: SiteNode = SiteNode()
-    gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
-    layout: Literal["hetjob", "hetjob_span", "split"] = "hetjob"  # only hetjob can be rendered so far
-    requires_account: bool = False
-    requeue: bool = True  # whether a job may be requeued by its owner; otherwise a follow-up job is chained
-    mpi: str = "pmi2"  # srun --mpi
-    directives: list[str] = []  # stated for every component, without '#SBATCH '
-    interface: str = ""  # as control.interface, for all runs here; "" = those that routes lead through
-    modules: list[str] = []
-    env: dict[str, str] = {}  # for every role
-    env_multi_node: dict[str, str] = {}  # in addition when a role spans nodes
-    python: PythonConfig = PythonConfig()
-    proxy: str = ""

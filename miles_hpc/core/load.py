@@ -22,6 +22,7 @@ from miles_hpc.core import toml
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.site_rules import site_complaints
 from miles_hpc.core.validate import validate
 
 __all__ = [
@@ -58,21 +59,45 @@ def site_names(search: Iterable[Path]) -> dict[str, Path]:
 
 
 def load_site(name: str, search: list[Path]) -> SiteConfig:
-    """The site file `name`.toml of the first folder that has it; `name` may also be a path to a TOML file."""
+    """The site file `name`.toml of the first folder that has it, merged with what it inherits from.
+
+    `name` may also be an alias that a file lists, or a path to a TOML file. Raises UserError.
+    """
     if not name:
         raise UserError("no site chosen: give --site, set MILES_HPC_SITE, or put 'site' into the run file")
     if name.endswith(".toml"):
         path = Path(name)
-        return parse(_read_toml(path), SiteConfig, path.name)
+        return _site(path, path.name, search)
     known = site_names(search)
+    if name not in known:
+        name = _site_with_alias(name, known) or name
     if name not in known:
         near = get_close_matches(name, known, 1)
         hint = f": did you mean '{near[0]}'?" if near else f": expected one of {', '.join(sorted(known)) or 'none'}"
         raise UserError(f"no site named '{name}' in {', '.join(str(folder) for folder in search)}{hint}")
-    site = parse(_read_toml(known[name]), SiteConfig, known[name].name)
+    site = _site(known[name], known[name].name, search)
     if site.name != name:
         raise UserError(f'{known[name]}: name = "{site.name}", expected "{name}" as the file is called')
     return site
+
+
+def _site(path: Path, source: str, search: list[Path]) -> SiteConfig:
+    site = parse(merged_tables(path, search), SiteConfig, source)
+    for complaint in site_complaints(site):
+        raise UserError(f"{source}: {complaint}")
+    return site
+
+
+def _site_with_alias(alias: str, known: dict[str, Path]) -> str:
+    """The name of the site that lists `alias`, "" when none does; broken files are somebody else's error."""
+    for name, path in known.items():
+        try:
+            aliases = _read_toml(path).get("aliases", [])
+        except UserError:
+            continue
+        if isinstance(aliases, list) and alias in aliases:
+            return name
+    return ""
 
 
 def load_prepared(run_dir: Path) -> tuple[RunConfig, SiteConfig]:
@@ -109,6 +134,56 @@ def with_absolute_paths(run: RunConfig, base: Path) -> RunConfig:
         model=replace(model, path=absolute(model.path), tokenizer=tokenizer),
         python=replace(run.python, **python),
     )
+
+
+# ------------------------------------------------------------------------------------------------ inheritance
+
+#: What a site file says about itself alone; a base's sources are kept behind the file's own.
+_OWN = ("name", "title", "aliases", "host_patterns", "verified")
+
+
+def merged_tables(path: Path, search: list[Path]) -> dict[str, Any]:
+    """A site file's tables over those of its base, and that one's. Tables merge key by key, lists replace whole.
+
+    Bases are searched by name, as sites are. Raises UserError for a base that isn't there, isn't valid or comes twice.
+    """
+    data = _read_toml(path)
+    chain = [path]
+    known = site_names(search)
+    while "inherits" in data:
+        base = data.pop("inherits")
+        if base == "":
+            break
+        if not isinstance(base, str):
+            raise UserError(f"{path.name}: 'inherits' = {_show(base)}: expected str, seen {type(base).__name__}")
+        if base not in known:
+            near = get_close_matches(base, known, 1)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(known)) or 'none'}"
+            raise UserError(f'{chain[-1].name}: inherits = "{base}": no site of that name: {hint}')
+        if any(known[base].resolve() == seen.resolve() for seen in chain):
+            names = " -> ".join([*(seen.stem for seen in chain), base])
+            raise UserError(f'{chain[-1].name}: inherits = "{base}": a circle, {names}: take one of them out')
+        below = _read_toml(known[base])
+        chain.append(known[base])
+        # Each file is checked by itself: an error names the file that it stands in.
+        parse(below, SiteConfig, known[base].name)
+        parse({**data, "name": data.get("name", "")}, SiteConfig, chain[-2].name)
+        data = _over(data, below)
+    return data
+
+
+def _over(data: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
+    merged = _merge({key: value for key, value in below.items() if key not in _OWN}, data)
+    sources = [*data.get("sources", []), *below.get("sources", [])]
+    return {**merged, "sources": sources} if sources else merged
+
+
+def _merge(below: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in data.items():
+        both_tables = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = _merge(below[key], value) if both_tables else value
+    return merged
 
 
 # ------------------------------------------------------------------------------------------------ overrides
@@ -177,6 +252,7 @@ def _refuse_unknown(data: Any, wanted: Any, path: list[str], source: str) -> Non
         for i, item in enumerate(data):
             _refuse_unknown(item, get_args(wanted)[0], [*path[:-1], f"{path[-1]}[{i}]"], source)
         return
+    wanted = _struct_of(wanted)
     if not (isinstance(data, dict) and isinstance(wanted, type) and issubclass(wanted, msgspec.Struct)):
         return
     hints = get_type_hints(wanted)
@@ -185,6 +261,14 @@ def _refuse_unknown(data: Any, wanted: Any, path: list[str], source: str) -> Non
             where = ".".join([*path, key])
             raise UserError(f"{source}: unknown key '{where}'{_hint(key, hints, path)}")
         _refuse_unknown(value, hints[key], [*path, key], source)
+
+
+def _struct_of(wanted: Any) -> Any:
+    """The struct of a union that has one ("a table or a string"), otherwise `wanted` itself."""
+    if get_origin(wanted) in (Union, types.UnionType):
+        structs = [tp for tp in get_args(wanted) if isinstance(tp, type) and issubclass(tp, msgspec.Struct)]
+        return structs[0] if len(structs) == 1 else wanted
+    return wanted
 
 
 def _hint(key: str, hints: dict[str, Any], path: list[str]) -> str:
@@ -224,6 +308,7 @@ def _type_at(struct: Any, parts: list[str]) -> Any:
     """The declared type at a key path; Any where the path leaves the declared structs."""
     wanted = struct
     for part in parts:
+        wanted = _struct_of(wanted)
         if part.startswith("["):
             arguments = get_args(wanted)
             wanted = arguments[-1] if arguments else Any

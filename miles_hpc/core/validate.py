@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from miles_hpc.core import registry
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.site_rules import group_complaints
 
 __all__ = ["NUMBERS", "partition_of", "validate"]
 
@@ -131,10 +132,10 @@ def validate(run: RunConfig, site: SiteConfig) -> None:
     for rule in (_name, _numbers, _names, _model, _lengths, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
-    for complaint in _memory(run):
+    for complaint in _memory(run, site):
         raise UserError(f"run '{run.name}': {complaint}")
     for role in ("trainer", "rollout", "sandbox"):
-        for complaint in _group(role, getattr(run.groups, role), site):
+        for complaint in _group(run, role, getattr(run.groups, role), site):
             raise UserError(f"run '{run.name}': groups.{role}: {complaint}")
 
 
@@ -250,7 +251,8 @@ def _control(run: RunConfig, site: SiteConfig) -> Iterator[str]:
 
 def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
     if site.layout != "hetjob":
-        yield f"site '{site.name}' asks for layout '{site.layout}': only 'hetjob' can be rendered"
+        why = f" ({site.layouts_why})" if site.layouts_why else ""
+        yield f"site '{site.name}' asks for layout '{site.layout}'{why}: only 'hetjob' can be rendered: choose another"
     if site.requires_account and not run.job.account:
         yield f"job.account: site '{site.name}' refuses jobs without an account: set it, or --set job.account=NAME"
     if not _TIME.fullmatch(run.job.time) or (run.job.time and not re.search(r"[1-9U]", run.job.time)):
@@ -263,7 +265,7 @@ def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
             yield f'job.extra_directives: {directive!r}: expected an sbatch option such as "--exclusive"'
 
 
-def _group(role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
+def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
     lowest = 0 if role == "sandbox" else 1
     for key, value, allowed in (
         ("nodes", group.nodes, _Range(lowest, 10**5)),
@@ -298,10 +300,13 @@ def _group(role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
         yield _too_many("cpus_per_task * ranks_per_node", cpus, partition.cpus_per_node, where, "CPUs per node")
     if partition.nodes and group.nodes > partition.nodes:
         yield _too_many("nodes", group.nodes, partition.nodes, where, "nodes")
+    yield from group_complaints(run, site, group, partition)
 
 
-def _memory(run: RunConfig) -> Iterator[str]:
+def _memory(run: RunConfig, site: SiteConfig) -> Iterator[str]:
     """--mem carries over to later components and can't be taken back there (heterogeneous_jobs.html)."""
+    if site.sbatch.mem in ("forbidden", "zero"):  # nobody states it, or everybody
+        return
     earlier = ""
     for role in ("trainer", "rollout", "sandbox"):
         group: GroupConfig = getattr(run.groups, role)

@@ -14,10 +14,11 @@ import miles_hpc.recipes
 from miles_hpc.cluster.hetjob import plan_job
 from miles_hpc.cluster.render import render_job
 from miles_hpc.cluster.site import data_folder, template_folders
+from miles_hpc.cluster.site_facts import uncovered_facts
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate
 from miles_hpc.core.paths import RunPaths
-from tests.unit.runs import make_run
+from tests.unit.runs import make_gpu_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SITES = sorted(path.stem for path in data_folder("site_configs").glob("*.toml"))
@@ -42,6 +43,7 @@ def test_every_site_loads_and_says_where_its_facts_are_from(name: str) -> None:
     assert site.title
     assert site.sources
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", site.verified)
+    assert uncovered_facts(site) == []
     if site.scheduler == "slurm":
         assert {role for partition in site.partitions for role in partition.roles} == {"trainer", "rollout", "sandbox"}
 
@@ -62,13 +64,7 @@ def test_every_site_renders_to_clean_bash(name: str, tmp_path: Path) -> None:
     site = load_site(name, [data_folder("site_configs")])
     if site.scheduler == "none":
         pytest.skip("no scheduler, no script")
-    gpus = max(partition.gpus_per_node for partition in site.partitions)
-    run = make_run(
-        f"groups.trainer.gpus_per_node={gpus}",
-        f"groups.trainer.ranks_per_node={max(1, gpus)}",
-        "job.account=project",
-        "python_path=['/home/a b/tasks']",
-    )
+    run = make_gpu_run(site, "python_path=['/home/a b/tasks']")
     validate(run, site)
     text = render_job(plan_job(run, site, RunPaths(Path("/runs/a b"))), template_folders())
     script = tmp_path / "job.sh"

@@ -11,7 +11,7 @@ from miles_hpc.core import toml
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.load import apply_overrides, load_site, parse
 
-__all__ = ["make_run", "make_site", "write_run"]
+__all__ = ["make_gpu_run", "make_run", "make_site", "write_run"]
 
 _TABLES: dict[str, Any] = {
     "name": "tiny",
@@ -30,6 +30,23 @@ def make_run(*overrides: str) -> RunConfig:
     tables = copy.deepcopy(_TABLES)
     apply_overrides(tables, RunConfig, overrides)
     return parse(tables, RunConfig, "run.toml")
+
+
+def make_gpu_run(site: SiteConfig, *overrides: str, gpus: int = 32) -> RunConfig:
+    """A run with `gpus` GPUs for training and as many for rollout on whole nodes, with what the site wants besides."""
+    per_node = max(partition.gpus_per_node for partition in site.partitions)
+    nodes, ranks = gpus // max(1, per_node), max(1, per_node)
+    cpus = max(1, site.sbatch.cpus_per_gpu_min)
+    return make_run(
+        *(f"groups.{role}.nodes={nodes}" for role in ("trainer", "rollout")),
+        *(f"groups.{role}.gpus_per_node={per_node}" for role in ("trainer", "rollout")),
+        f"groups.trainer.ranks_per_node={ranks}",
+        f"groups.trainer.cpus_per_task={cpus}",
+        f"groups.rollout.cpus_per_task={cpus * ranks}",
+        "job.account=project",
+        *([f"job.qos={site.qos[0].name}"] if "--qos" in site.sbatch.required else []),
+        *overrides,
+    )
 
 
 def write_run(folder: Path, *lines: str) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,11 +149,22 @@ def test_sites_list_and_show(here: Path, capsys: pytest.CaptureFixture[str], mon
     assert main(["sites", "list"]) == 0
     listed = capsys.readouterr().out
     assert "My cluster" in listed
-    assert "slurm_box" in listed
+    assert re.search(r"^vista +slurm +1 x GH200 96 GB +hetjob\? +verified 2026-08-22 +TACC Vista", listed, re.MULTILINE)
+    assert re.search(r"^slurm_box +slurm +no GPUs +hetjob +verified", listed, re.MULTILINE)
     assert main(["sites", "show", "mine"]) == 0
     assert 'title = "My cluster"' in capsys.readouterr().out
-    assert main(["sites", "check", "mine"]) == 1  # no Slurm here
-    assert "FAIL  no Slurm on this machine" in capsys.readouterr().out
+    assert main(["sites", "check", "mine"]) == 1
+    checked = capsys.readouterr().out
+    assert "FAIL  no partition for role 'sandbox'" in checked
+    assert "skip  partitions and version are not compared: no Slurm on this machine" in checked
+    assert "open  node.gpu: not known" not in checked  # a site without GPUs
+    assert "open  fabric.kind: not known" in checked
+    assert main(["sites", "check", "vista"]) == 0  # the file alone is in order
+    assert "ok    vista: the file is valid" in capsys.readouterr().out
+    assert main(["sites", "show", "vista"]) == 0
+    shown = capsys.readouterr().out
+    assert tomllib.loads(shown)["sbatch"]["mem"] == "forbidden"
+    assert "# Not known:" in shown and "#   userns" in shown
 
 
 def test_status_without_slurm(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ def test_a_users_folder_is_searched_first(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("slurm_bax", "no site named 'slurm_bax' in .*: did you mean 'slurm_box'"),
-        ("zzz", "no site named 'zzz' in .*: expected one of generic_gb300_nvl72, "),
+        ("zzz", "no site named 'zzz' in .*: expected one of clariden, deltaai, "),
         ("", "no site chosen: give --site"),
         ("none.toml", "none.toml: no such file"),
     ],
