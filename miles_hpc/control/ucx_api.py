@@ -77,7 +77,10 @@ class Inbox(ABC):
 
     @abstractmethod
     def listen(self, on_message: Callable[[memoryview], None]) -> None:
-        """Take small messages: `on_message` gets at least their bytes, in memory that is used again afterwards."""
+        """Take small messages: `on_message` gets their bytes, in memory that is used again afterwards.
+
+        ucx-py doesn't tell a message's length: there, bytes of an earlier message may follow.
+        """
 
     @abstractmethod
     def expect_piece(self, target: memoryview, done: Done) -> None:

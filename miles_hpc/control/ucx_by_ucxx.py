@@ -145,12 +145,12 @@ class _UcxxInbox(Inbox):
         request = path.endpoint.tag_recv_with_handle(array, probe)
         if request.completed:
             if self._went_well(request):
-                on_message(room)
+                on_message(room[: probe.length])  # what lies behind it is of an earlier message
                 if self._wanted:
                     self._settle()
         else:
             self._api.new_room()  # this one is taken until the request ends
-            self._coming.append((request, room, None))
+            self._coming.append((request, room[: probe.length], None))
             self._settle()
 
     def arrive(self, probe: Any) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from miles_hpc.control import ucx as ucx_carrier
 from miles_hpc.control import ucx_wire, ucx_worker
 from miles_hpc.control.opening import open_carrier
-from miles_hpc.control.ucx_api import devices
+from miles_hpc.control.ucx_api import devices, find_ucx
 from miles_hpc.control.ucx_pieces import PACK_BYTES, PIECE_BYTES, header_inline, piece_bytes, take_piece
 from miles_hpc.control.ucx_wire import UcxWire
 from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, PeerLost, UserError
@@ -198,6 +198,28 @@ def test_messages_with_unknown_tags_are_dropped(ucx: None) -> None:
             stranger.close_blocking(period=10**8, max_attempts=1)
 
     run(main)
+
+
+def test_a_message_has_no_bytes_of_the_one_before(ucx: None) -> None:
+    open_api = find_ucx()
+    one, other = open_api(), open_api()
+    there, back = one.connect(other.address, lambda _: None), other.connect(one.address, lambda _: None)
+    arrived: list[bytes] = []
+    inbox = other.inbox(7, lambda _: None)
+    inbox.listen(lambda data: arrived.append(bytes(data)))
+    inbox.attach(back)
+    sent = [b"the first one is long", b"short", b""]
+    for message in sent:
+        there.send(7, message, lambda: None)
+        deadline = time.monotonic() + WAIT_S
+        while len(arrived) < len(sent) and arrived[-1:] != [message] and time.monotonic() < deadline:
+            one.progress()
+            other.progress()
+    assert arrived == sent
+    there.close()
+    back.close()
+    one.close()
+    other.close()
 
 
 class Liar:
