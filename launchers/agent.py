@@ -38,6 +38,7 @@ def main() -> int:
     try:
         paths = RunPaths(args.run_dir.resolve())
         run, site = load_prepared(paths.root)
+        take_job_vni(site)
         secret = load_secret(paths.secret)
         rank = env.read("PMI_RANK") if args.host_prefix else env.read("SLURM_PROCID")
         host = args.host or (f"{args.host_prefix}{rank + 1}" if args.host_prefix else env.read("SLURMD_NODENAME"))
@@ -68,6 +69,19 @@ def main() -> int:
     except DeadlineExpired as error:
         print(f"agent {name}: {error}", file=sys.stderr)
         return exits.FAILED
+
+
+def take_job_vni(site: SiteConfig) -> None:
+    """Where the site says so, leave only the job's virtual network to this process and its children."""
+    if site.fabric.vni_strategy != "job_vni_last":
+        return
+    from miles_hpc.cluster.slingshot import job_vni
+
+    found = job_vni(env.read("SLINGSHOT_VNIS"))
+    if found.complaint:
+        print(f"agent: warning: {found.complaint}", file=sys.stderr)
+    if found.value:
+        os.environ["SLINGSHOT_VNIS"] = found.value
 
 
 def make_app(

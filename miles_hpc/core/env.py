@@ -54,6 +54,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("SLURM_JOB_END_TIME", int, None, "epoch second at which the allocation ends (Slurm 23.02 and later)"),
         Variable("LD_LIBRARY_PATH", str, "", "given to the sandbox launcher's interpreter, not to sandboxes"),
         Variable("SLURM_LAUNCH_NODE_IPADDR", str, "", "address of the host on which srun was started: the batch host"),
+        Variable("SLINGSHOT_VNIS", str, "", "virtual networks of this step, the job's last (cluster/slingshot.py)"),
         Variable("CUDA_VISIBLE_DEVICES", str, None, "devices of this task"),
     )
 }
