@@ -74,9 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--host", default="", help="name in the run; default: made of node, job and task")
 
-    command = commands.add_parser("sites", help="site files: list them, show one, check one against the cluster")
+    command = commands.add_parser(
+        "sites", help="site files: list them, show one, check one against the cluster, find the one for this host"
+    )
     command.set_defaults(module="sites")
-    command.add_argument("action", choices=["list", "show", "check"])
+    command.add_argument("action", choices=["list", "show", "check", "detect"])
     command.add_argument("site", nargs="?", default="", help="name of the site (show, check)")
 
     command = commands.add_parser("doctor", help="versions, and what was found on this machine")

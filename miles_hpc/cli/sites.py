@@ -1,11 +1,13 @@
-"""miles-hpc sites: list, show, check."""
+"""miles-hpc sites: list, show, check, detect."""
 
 from __future__ import annotations
 
 import argparse
+import socket
+import sys
 
 from miles_hpc.cluster.preflight import check_site
-from miles_hpc.cluster.site import site_folders
+from miles_hpc.cluster.site import matching_sites, site_folders
 from miles_hpc.cluster.site_facts import layouts_text, unknown_facts
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.core import env
@@ -24,6 +26,8 @@ def main(args: argparse.Namespace) -> int:
         for row in rows:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
         return 0
+    if args.action == "detect":
+        return _detect()
     site = load_site(args.site or str(env.read("MILES_HPC_SITE")), folders)
     unknown = unknown_facts(site)
     if args.action == "show":
@@ -39,6 +43,20 @@ def main(args: argparse.Namespace) -> int:
     for key in unknown:
         print(f"open  {key}: not known")
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _detect() -> int:
+    folders = site_folders()
+    sites = [load_site(name, folders) for name in sorted(site_names(folders))]
+    host = socket.gethostname()
+    found = matching_sites(sites, host, str(env.read("SLURM_CLUSTER_NAME")))
+    for name, evidence in found:
+        print(f"{name}  {evidence}")
+    if len(found) == 1:
+        return 0
+    what = "several sites match" if found else f"no site file matches host {host}"
+    print(f"{what}: choose one by MILES_HPC_SITE or --site; `miles-hpc sites list` has them", file=sys.stderr)
+    return 1
 
 
 def _row(site: SiteConfig) -> tuple[str, ...]:

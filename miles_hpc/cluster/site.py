@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from miles_hpc.core import env
@@ -11,6 +12,7 @@ from miles_hpc.core.config import RunConfig, SiteConfig
 
 __all__ = [
     "data_folder",
+    "matching_sites",
     "role_environment",
     "role_python",
     "site_folders",
@@ -50,6 +52,22 @@ def template_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
 def site_name(option: str, run: RunConfig, environ: Mapping[str, str] | None = None) -> str:
     """The site that is meant: the command's option, else MILES_HPC_SITE, else the run file's; "" when none says."""
     return option or str(env.read("MILES_HPC_SITE", environ)) or run.site
+
+
+def matching_sites(sites: Iterable[SiteConfig], host: str, cluster: str) -> list[tuple[str, str]]:
+    """Names of the sites that this may be, each with its evidence.
+
+    `host` is this host's name, with or without domain; `cluster` is Slurm's ClusterName, "" when it isn't known.
+    """
+    found = []
+    short = host.partition(".")[0]
+    for site in sites:
+        pattern = next((one for one in site.host_patterns if re.fullmatch(one, short)), None)
+        if pattern is not None:
+            found.append((site.name, f"host {short} matches '{pattern}'"))
+        elif cluster and cluster in (site.name, *site.aliases):
+            found.append((site.name, f"Slurm's cluster is called '{cluster}'"))
+    return found
 
 
 def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:

@@ -38,6 +38,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("MILES_HPC_SITES", str, "", "folder of site files that is searched before the project's own"),
         Variable("MILES_HPC_TEMPLATES", str, "", "folder of job templates that is searched before the project's own"),
         Variable("MILES_HPC_DEBUG", _flag, False, "print tracebacks for user errors as well"),
+        Variable("SLURM_CLUSTER_NAME", str, "", "Slurm's name of the cluster, inside a job"),
         Variable("SLURM_CONF", str, "", "Slurm's configuration file"),
         Variable("SLURM_JOB_ID", int, None, "the leader's job id"),
         Variable("SLURM_RESTART_COUNT", int, 0, "how often Slurm has restarted this job"),

@@ -22,10 +22,9 @@ FACTS = {
 }
 #: Marked "for readers" or "reserved" at the field, or shown as a fact.
 READ_BY_PEOPLE = {
-    "SiteConfig.aliases",  # load reads it before there is a struct
     "SiteConfig.container",
     "SiteConfig.file_systems",
-    "SiteConfig.inherits",  # the same
+    "SiteConfig.inherits",  # load reads it before there is a struct
     "SiteConfig.mpi_flavours",
     "SiteConfig.notes",
     "SiteConfig.service_ports",

@@ -141,6 +141,32 @@ def test_render_prints_the_script_and_writes_nothing(here: Path, capsys: pytest.
     assert tree(here) == before
 
 
+@pytest.mark.parametrize(
+    ("host", "cluster", "code", "said"),
+    [
+        ("jpbo-001-04", "", 0, "jupiter  host jpbo-001-04 matches"),
+        ("jwb0001.juwels", "", 0, "juwels_booster  host jwb0001 matches"),
+        ("n1", "vista", 0, "vista  Slurm's cluster is called 'vista'"),
+        ("n1", "", 1, "no site file matches host n1: choose one by MILES_HPC_SITE"),
+        ("jwb0001", "vista", 1, "several sites match"),
+    ],
+)
+def test_sites_detect(
+    here: Path,
+    host: str,
+    cluster: str,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+    assert main(["sites", "detect"]) == code
+    out, err = capsys.readouterr()
+    assert said in out + err
+
+
 def test_sites_list_and_show(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     own = here / "sites"
     own.mkdir()
