@@ -12,12 +12,13 @@ from pathlib import Path
 
 from miles_hpc.cluster.hetjob import ROLES, gpu_option, job_roles, memory_option
 from miles_hpc.cluster.nodelist import compress, expand
+from miles_hpc.cluster.site import role_environment
 from miles_hpc.core import env
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.validate import partition_of
 
-__all__ = ["het_group_hosts", "role_of_node", "role_srun_args", "step_environ"]
+__all__ = ["het_group_hosts", "role_environ", "role_of_node", "role_srun_args", "step_environ"]
 
 # What the batch script's own component leaves in the environment and srun would take for other components too:
 # tasks, CPUs, memory, GPUs, distribution, host file. Everything that a step needs is stated on its command line.
@@ -108,3 +109,13 @@ def role_srun_args(
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for srun, without the step inputs of the batch script's own component."""
     return {key: value for key, value in environ.items() if not _STEP_INPUT.match(key)}
+
+
+def role_environ(environ: Mapping[str, str], run: RunConfig, site: SiteConfig, role: str) -> dict[str, str]:
+    """`step_environ` for a role: of the site's settings for one node and for several, those of the role's own width.
+
+    The batch script has those of the widest role, and what is right between nodes may not even start on one.
+    """
+    other = {*site.env_single_node, *site.env_multi_node}
+    kept = {key: value for key, value in step_environ(environ).items() if key not in other}
+    return kept | role_environment(site, nodes=getattr(run.groups, role).nodes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_hpc.cluster.hetjob import job_roles
-from miles_hpc.cluster.placement import het_group_hosts, role_srun_args, step_environ
+from miles_hpc.cluster.placement import het_group_hosts, role_environ, role_srun_args
 from miles_hpc.cluster.site import role_python
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.control.children import ChildProcess
@@ -113,7 +113,9 @@ class SlurmStarter(StepStarter):
             logs=logs,
         )
         command = [*srun, *self.agent_command(role, incarnation)]
-        process = ChildProcess(name, command, log=logs / f"{name}.log", env=step_environ(self._environ))
+        process = ChildProcess(
+            name, command, log=logs / f"{name}.log", env=role_environ(self._environ, self.run, self.site, role)
+        )
         return [Step(role, name, tuple(hosts), incarnation, process)]
 
     async def end(self, step: Step) -> None:

@@ -200,8 +200,8 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     interface: str = ""  # as control.interface, for all runs here; "" = those that routes lead through
     modules: list[str] = []
     env: dict[str, str] = {}  # for every role
-    env_single_node: dict[str, str] = {}  # in addition when no role spans nodes
-    env_multi_node: dict[str, str] = {}  # in addition when a role spans nodes
+    env_single_node: dict[str, str] = {}  # in addition for a role on one node
+    env_multi_node: dict[str, str] = {}  # in addition for a role that spans nodes
     fabric: SiteFabric = SiteFabric()
     topology: SiteTopology = SiteTopology()
     userns: YesNo = "unknown"  # whether users may make user namespaces on compute nodes

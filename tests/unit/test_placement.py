@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from miles_hpc.cluster.placement import het_group_hosts, role_of_node, role_srun_args, step_environ
+from miles_hpc.cluster.placement import het_group_hosts, role_environ, role_of_node, role_srun_args, step_environ
 from miles_hpc.core.config import SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from tests.unit.runs import make_run, make_site
@@ -105,6 +105,24 @@ def test_gpus_and_memory_are_stated_on_the_step() -> None:
 def test_hosts_must_be_the_roles_own(hosts: list[str]) -> None:
     with pytest.raises(UserError, match=r"step 'x': hosts .* are not in the rollout group r\[1-2\]"):
         role_srun_args(make_run(), make_site(), "rollout", name="x", hosts=hosts, environ=ENVIRON)
+
+
+def test_each_role_has_the_settings_of_its_own_width() -> None:
+    site = msgspec.structs.replace(
+        make_site(),
+        env={"BOTH": "site"},
+        env_single_node={"NCCL_NET": "Socket", "ONE": "1"},
+        env_multi_node={"NCCL_NET": "OFI", "MANY": "1"},
+    )
+    run = make_run("groups.trainer.nodes=2", "groups.rollout.nodes=1")
+    widest = {**ENVIRON, "BOTH": "site", "NCCL_NET": "OFI", "MANY": "1", "OWN": "user"}
+    ours = ("BOTH", "NCCL_NET", "ONE", "MANY", "OWN", "SLURM_NTASKS")
+    trainer, rollout = (
+        {key: value for key, value in role_environ(widest, run, site, role).items() if key in ours}
+        for role in ("trainer", "rollout")
+    )
+    assert trainer == {"BOTH": "site", "NCCL_NET": "OFI", "MANY": "1", "OWN": "user"}
+    assert rollout == {"BOTH": "site", "NCCL_NET": "Socket", "ONE": "1", "OWN": "user"}
 
 
 def test_step_inputs_do_not_leak_into_other_components() -> None:
