@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from miles_hpc.core import env, exits
 from miles_hpc.core.errors import MilesError, UserError
@@ -28,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"miles-hpc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return exits.USER_ERROR if isinstance(error, UserError) else 1
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if env.read("MILES_HPC_DEBUG"):
             raise
@@ -37,8 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """With one line for a mistake; parsers of commands are of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(exits.USER_ERROR, f"miles-hpc: error: {message}; `{self.prog} --help` says what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="miles-hpc",
         description="Reinforcement-learning post-training of large language models as Slurm batch jobs.",
         allow_abbrev=False,
@@ -86,9 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
-) -> argparse.ArgumentParser:
+def _run_command(commands: argparse._SubParsersAction[_Parser], name: str, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(module=name)
     command.add_argument("run", metavar="RUN.toml", help="a run file, or the name of a recipe")
@@ -102,9 +112,7 @@ def _run_command(
     return command
 
 
-def _dir_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
-) -> argparse.ArgumentParser:
+def _dir_command(commands: argparse._SubParsersAction[_Parser], name: str, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(module={"watch": "follow", "report": "follow"}.get(name, name))
     command.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, or the run file or recipe it came from")

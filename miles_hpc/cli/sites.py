@@ -64,4 +64,4 @@ def _row(site: SiteConfig) -> tuple[str, ...]:
     gpus = f"{per_node} x {site.node.gpu or 'GPU'}" if per_node else "no GPUs"
     layouts = layouts_text(site) if site.scheduler != "none" else "-"
     scheduler = site.scheduler if site.scheduler != "none" else "-"
-    return (site.name, scheduler, gpus, layouts, f"verified {site.verified or 'never'}", site.title)
+    return (site.name, scheduler, gpus, layouts, f"facts of {site.verified or 'no date'}", site.title)

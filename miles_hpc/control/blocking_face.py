@@ -387,6 +387,7 @@ class PlainTransport(BlockingTransport):
         on_close: Callable[[BlockingEndpoint], None] | None = None,
         any_term: bool = False,
     ) -> BlockingListener:
+        self._check_open()
         listener = PlainListener(
             self._loop, self._carrier, bind, self.settings, handler, on_connect, on_close, any_term
         )
@@ -394,6 +395,7 @@ class PlainTransport(BlockingTransport):
         return listener
 
     def connect(self, address: str, handler: BlockingHandler | None = None, *, deadline_s: float) -> BlockingEndpoint:
+        self._check_open()
         loop = self._loop
         end = loop.time() + deadline_s
         found: list[PlainEndpoint] = []
@@ -425,6 +427,10 @@ class PlainTransport(BlockingTransport):
 
     def chosen(self) -> dict[str, str]:
         return self._carrier.chosen()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProtocolError("this transport is closed")
 
     def close(self) -> None:
         if self._closed:

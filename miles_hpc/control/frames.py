@@ -261,6 +261,8 @@ def byte_views(payload: Sequence[Buffer]) -> tuple[list[memoryview], int]:
 
     Raises TypeError for what isn't a buffer, or isn't contiguous.
     """
+    if isinstance(payload, bytes | bytearray | memoryview):
+        raise TypeError(f"payload: expected a list of buffers, got one of type {type(payload).__name__}")
     views = []
     total = 0
     for buffer in payload:

@@ -4,7 +4,7 @@
     rollout host -> controller   HostStatus GroupDone
     controller -> trainer rank 0 LoadState TrainStep StageWeights SaveCheckpoint ScoreTokens Shutdown
     trainer rank 0 -> controller CheckpointWritten
-    rollout host -> trainer      FetchPiece            (weights, pulled piece by piece)
+    rollout host -> trainer      FetchPieces            (weights, pulled piece by piece)
     rollout host -> engine       EngineInfo Generate AbortGeneration EngineSync ScoreTokens
     rollout host -> sandbox host SandboxCreate SandboxExec SandboxDestroy
     agent -> controller          Heartbeat ChildEvent

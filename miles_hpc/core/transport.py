@@ -266,7 +266,10 @@ class BlockingTransport(ABC):
 
     @abstractmethod
     def serve(self, until: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
-        """Serve all endpoints until `until()` is true (asked after every event), or the time is over: False then."""
+        """Serve all endpoints until `until()` is true, or the time is over: False then.
+
+        `until` is asked after every event and at least once a second, so that a signal's handler may make it true.
+        """
 
     @abstractmethod
     def chosen(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from miles_hpc.control.frames import Limits
-from miles_hpc.core.errors import DeadlineExpired, FencedError, PeerLost, RemoteError, UserError
+from miles_hpc.core.errors import DeadlineExpired, FencedError, PeerLost, ProtocolError, RemoteError, UserError
 from miles_hpc.core.messages import Ack, DescribeWeights, Heartbeat, Message, Shutdown
 from miles_hpc.core.transport import BlockingEndpoint, PendingCall
 from miles_hpc.core.types import WeightVersion
@@ -319,3 +319,20 @@ def test_who_accepted_an_endpoint_hears_of_its_end_although_it_ended_meanwhile(k
     assert events == ["accepted", "closed"]
     assert listener.endpoints == {}
     transport.close()
+
+
+def test_a_closed_transport_says_so(kind: str) -> None:
+    with plain_pair(kind) as (_, _, listener, transport):
+        transport.close()
+        with pytest.raises(ProtocolError, match="this transport is closed"):
+            transport.connect(listener.address, deadline_s=WAIT_S)
+        with pytest.raises(ProtocolError, match="this transport is closed"):
+            transport.listen(plain_echo)
+
+
+def test_a_payload_is_a_list_of_buffers(kind: str) -> None:
+    with (
+        plain_pair(kind) as (dialer, _, _, _),
+        pytest.raises(TypeError, match="expected a list of buffers"),
+    ):
+        dialer.call(Heartbeat(), payload=b"abc", deadline_s=WAIT_S)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import threading
 import time
@@ -324,6 +325,23 @@ def test_what_was_put_off_runs_when_nothing_else_can_happen(loop: PlainLoop) -> 
     loop.call_soon(deep)
     assert loop.run_until(lambda: len(ran) == 2, loop.time() + WAIT_S)
     assert ran == [("b", True), ("a", False)]
+
+
+def test_a_signals_handler_ends_an_idle_wait(loop: PlainLoop) -> None:
+    """It runs in the middle of the sleep and ends it not: the condition is asked again soon all the same."""
+    stop: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: stop.append(number))
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs:
+            loop.add_reader(ours.fileno(), int)
+            thread = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2))
+            thread.start()
+            assert loop.run_until(lambda: bool(stop), loop.time() + WAIT_S)
+            thread.join()
+            loop.remove_reader(ours.fileno())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_loop_that_is_closed_within_a_wait_ends_it(loop: PlainLoop) -> None:
