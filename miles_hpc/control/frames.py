@@ -151,6 +151,7 @@ class _Direction:
 
     @property
     def limits(self) -> Limits:
+        """What the frames of this direction keep to."""
         return self._limits
 
     def beside(self) -> Self:

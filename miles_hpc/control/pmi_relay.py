@@ -3,7 +3,7 @@
     MPI ──PMI_FD──▶ relay ──▶ slurmstepd        "cmd=maxes ... vallen_max=1024"  ─▶  "... vallen_max=940"
 
 MPICH 5.0.2 (ch4:ucx) puts 4096 bytes from where its UCX address starts, not the 300 that are the address
-(MPIDI_UCX_comm_addr_exchange, "FIXME: use the actual addrname_len rather than MPID_MAX_BC_SIZE"); the rest is whatever
+(its source, MPIDI_UCX_comm_addr_exchange: the length that is sent is the largest possible one); the rest is whatever
 the heap has behind it. In hexadecimal, with runs of zeros shortened, it goes in values of up to 1022 characters, for
 Slurm says vallen_max=1024. But its pmi2 plugin takes PMI-1 requests of 1023 bytes, including command, names and key.
 Where little of that memory is zero, a request is longer: "mpi/pmi2: value not properly terminated in client request",

@@ -131,7 +131,7 @@ def test_a_name_that_is_taken_keeps_the_listener_to_tcp(meeting: Callable[..., M
     assert listen_on_host(host, port) is None
 
 
-def test_a_full_queue_is_left_for_tcp(meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_left_for_tcp() -> None:
     """A stopped listener's queue fills up: connect would wait for ever, or has no answer; TCP's has a deadline."""
     host, port = "127.0.0.5", 40_000
     beside = listen_on_host(host, port)
