@@ -71,7 +71,8 @@ class TargetProcess:
         if not line:
             state = self._process.poll()
             raise RuntimeError("the target doesn't answer" if state is None else f"the target ended with code {state}")
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any]
+        found, _ = json.JSONDecoder().raw_decode(line)  # UCX's own words may have come between it and the line's end
         for name in ("rss_bytes", "descriptors", "tasks", "timers", "half_open", "endpoints"):
             self.most[name] = max(self.most.get(name, 0), found[name])
         return found
