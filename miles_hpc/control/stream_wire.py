@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
-from miles_hpc.control.dead_paths import LOOK_S, UNANSWERED_S, keep_alive, unanswered_s
+from miles_hpc.control.dead_paths import PathWatch, keep_alive
 from miles_hpc.control.frames import (
     HEAD,
     HEAD_BYTES,
@@ -129,8 +129,8 @@ class StreamWire(Wire):
         self._n_freed = 0  # slots of the peer that we have to tell of once the large frame in between has left
         self._freed_at: deque[int] = deque(maxlen=SLOTS)  # up to where those that we told of last were sent
         self._closing: TimerHandle | None = None
-        self._next_look: TimerHandle | None = None
         self._is_tcp = sock.family != socket.AF_UNIX
+        self._path = PathWatch(loop, sock, self._host_gone) if self._is_tcp else None
         _tune(sock)
         loop.add_reader(self._fd, self._readable)
 
@@ -260,6 +260,8 @@ class StreamWire(Wire):
         except OSError as error:
             self._loop.call_soon(self._send_failed, f"endpoint closed: {error.strerror or error}")
             return
+        if self._path is not None:
+            self._path.sent()
         if self._handed_over and self._handed_over[0][0] <= self._sent:
             self._tell_handed_over()
         if self._was_high and self._queued < LOW_WATER_BYTES:
@@ -270,8 +272,6 @@ class StreamWire(Wire):
             self._writing = wants
             if wants:
                 self._loop.add_writer(self._fd, self._write)
-                if self._next_look is None:
-                    self._next_look = self._loop.call_later(LOOK_S, self._look)
             else:
                 self._loop.remove_writer(self._fd)
         if self._closing is not None and not pieces and not self._backlog:
@@ -283,16 +283,8 @@ class StreamWire(Wire):
         ring = self._ring_out
         return ring is not None and not ring.n_free and bool(self._backlog) and isinstance(self._backlog[0], Passed)
 
-    def _look(self) -> None:
-        """Sending may be held up by a slow peer, which is fine, or because nobody is there any more."""
-        self._next_look = None
-        if not self._open or not self._writing:
-            return
-        silent_s = unanswered_s(self._sock)
-        if silent_s >= UNANSWERED_S:
-            self._fail(f"endpoint closed: the peer's host has acknowledged nothing for {silent_s:.0f} s")
-        else:
-            self._next_look = self._loop.call_later(LOOK_S, self._look)
+    def _host_gone(self, evidence: str) -> None:
+        self._fail(f"endpoint closed: {evidence}")
 
     def _prepare(self) -> int:
         """Move the next piece of the backlog to the ready ones; returns its size, wherever that lies."""
@@ -548,9 +540,10 @@ class StreamWire(Wire):
             return
         self._open = False
         self._reading = False
-        for timer in (self._closing, self._next_look):
-            if timer is not None:
-                timer.cancel()
+        if self._closing is not None:
+            self._closing.cancel()
+        if self._path is not None:
+            self._path.close()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()

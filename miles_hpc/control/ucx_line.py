@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable
 
 from miles_hpc.control.auth import MAX_HANDSHAKE_BYTES
-from miles_hpc.control.dead_paths import keep_alive
+from miles_hpc.control.dead_paths import PathWatch, keep_alive
 from miles_hpc.control.wire import Loop
 
 __all__ = ["MAX_LINE_BYTES", "Line"]
@@ -50,12 +50,14 @@ class Line:
         self._in = b""
         self._out = b""
         self._finishing = False
+        self._over = False
         self._open = True
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             pass  # the peer is gone already; reading will tell
-        keep_alive(sock)  # idle nearly always, so that probes alone find a host that has gone
+        keep_alive(sock)
+        self._path = PathWatch(loop, sock, lambda evidence: self._ended(evidence, answered=False))
         loop.add_reader(self._fd, self._readable)
 
     def believe(self) -> None:
@@ -83,6 +85,7 @@ class Line:
             self._open = False
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)
+            self._path.close()
             self._sock.close()
 
     def _write(self) -> None:
@@ -95,6 +98,8 @@ class Line:
             pass
         except OSError:
             self._out = b""  # reading will tell
+        if not self._over:
+            self._path.sent()
         if self._out:
             self._loop.add_writer(self._fd, self._write)
         else:
@@ -129,6 +134,8 @@ class Line:
         self._in = data[start:]
 
     def _ended(self, reason: str, *, answered: bool) -> None:
-        if self._open:
+        if self._open and not self._over:
+            self._over = True
             self._loop.remove_reader(self._fd)  # else a socket at its end would wake the loop again and again
+            self._path.close()
             self._on_end(reason, answered)
