@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     command = _run_command(commands, "local", "run on this machine without Slurm")
 
     command = _dir_command(commands, "status", "where a run stands")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     command = _dir_command(commands, "watch", "follow a run live")
     command.add_argument("--once", action="store_true", help="draw one picture and return")
     command = _dir_command(commands, "report", "write report.html and report.png into the run directory")

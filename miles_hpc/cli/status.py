@@ -1,21 +1,23 @@
-"""miles-hpc status: where a run stands, from its directory and from Slurm when there is one."""
+"""miles-hpc status: where a run stands, by Slurm, by its accounting and by the run's own records."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from typing import Any
 
 from miles_hpc.cli.inputs import find_run_dir
+from miles_hpc.cli.standing import Attempt, Standing, Witnesses
+from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cli.watch import EventTail
+from miles_hpc.cli.wording import duration
+from miles_hpc.cluster.job_state import JobVerdict
 from miles_hpc.cluster.lifecycle import format_time
 from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.cluster.submit import read_job
-from miles_hpc.core.config import RunConfig
-from miles_hpc.core.errors import MilesError
+from miles_hpc.cluster.submit import read_jobs
+from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
 
@@ -23,58 +25,71 @@ __all__ = ["main"]
 
 #: Verdicts of a run that goes well.
 _ROUTINE = ("engine_synced", "joined", "dropped")
+#: Of each question to Slurm. With slurmctld gone, scontrol 22.05.8 gave up by itself after 8 s.
+_TIMEOUT_S = 10.0
 
 
 def main(args: argparse.Namespace) -> int:
     paths = find_run_dir(args.run_dir)
     run, site = load_prepared(paths.root)
+    story = reduce_events(EventTail(paths.events).read())
+    standing = Witnesses(run, paths, Slurm(timeout_s=_TIMEOUT_S)).ask(read_jobs(paths), story)
+    if args.json:
+        print(json.dumps(_facts(run, site, paths, story, standing), indent=2))
+        return 0
     rows = [("run", run.name), ("directory", str(paths.root)), ("site", site.name)]
-    rows += _job_rows(paths) + _attempt_rows(paths) + _event_rows(paths, run)
+    rows += [*_job_rows(standing), *_attempt_rows(run, standing), *_event_rows(story, run)]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name:<{width}}  {text}".rstrip())
     return 0
 
 
-def _job_rows(paths: RunPaths) -> list[tuple[str, str]]:
-    job_id = read_job(paths)
-    if job_id is None:
-        return [("job", "not submitted")]
-    try:
-        slurm = Slurm()
-        components = slurm.components(job_id)
-        left = slurm.remaining_s(job_id) if any(c.state == "RUNNING" for c in components) else math.inf
-    except MilesError as error:
-        return [("job", f"{job_id}: state unknown: {error}")]
-    if not components:
-        return [("job", f"{job_id}: Slurm doesn't know it any more")]
-    rows = [("job", f"{job_id}, restarted {components[0].restarts} times")]
-    for component in components:
+def _job_rows(standing: Standing) -> list[tuple[str, str]]:
+    rows = [("job", _job_text(standing.verdict))]
+    for component in standing.components:
         where = component.nodes or component.reason
         rows.append((f"  {component.name}", f"{component.state} {where}"))
-    if not math.isinf(left):
-        rows.append(("time left", format_time(left)))
+    rows += [("  warning", warning) for warning in standing.verdict.warnings]
+    if standing.components and standing.components[0].restarts:
+        rows.append(("  restarts", str(standing.components[0].restarts)))
+    if standing.follow_up is not None:
+        rows.append(("follow-up", _job_text(standing.follow_up)))
+        rows += [("  warning", warning) for warning in standing.follow_up.warnings]
+    if standing.time_left_s is not None:
+        rows.append(("time left", format_time(standing.time_left_s)))
     return rows
 
 
-def _attempt_rows(paths: RunPaths) -> list[tuple[str, str]]:
-    attempts = sorted(path for path in paths.attempts.glob("[0-9]*") if path.is_dir())
+def _job_text(verdict: JobVerdict) -> str:
+    return verdict.line if verdict.job_id is None else f"{verdict.job_id} {verdict.line}"
+
+
+def _attempt_rows(run: RunConfig, standing: Standing) -> list[tuple[str, str]]:
+    attempts = standing.attempts
     if not attempts:
-        return [("attempts", "none yet")]
-    rows = [("attempts", str(len(attempts)))]
-    for attempt in attempts[-3:]:
-        try:
-            outcome: Any = json.loads((attempt / "outcome.json").read_bytes())
-        except (OSError, ValueError):
-            rows.append((f"  {attempt.name}", "no outcome recorded"))
-            continue
-        items = outcome.items() if isinstance(outcome, dict) else [("outcome", outcome)]
-        rows.append((f"  {attempt.name}", ", ".join(f"{k} {v}" for k, v in items if not isinstance(v, dict | list))))
+        return [("attempts", f"none yet, of {run.job.max_allocations} at most")]
+    rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most")]
+    rows += [(f"  {attempt.number:04d}", _attempt_text(attempt)) for attempt in attempts[-3:]]
+    if standing.node_hours is not None:
+        rows.append(("node-hours", f"{standing.node_hours.hours:.3g} by {standing.node_hours.source}"))
     return rows
 
 
-def _event_rows(paths: RunPaths, run: RunConfig) -> list[tuple[str, str]]:
-    story = reduce_events(EventTail(paths.events).read())
+def _attempt_text(attempt: Attempt) -> str:
+    parts = [attempt.outcome or "no outcome recorded"]
+    if attempt.reason:
+        parts.append(attempt.reason)
+    if attempt.start is not None and (end := attempt.end or attempt.last_seen) is not None:
+        nodes = f" on {attempt.nodes} node{'s' * (attempt.nodes != 1)}" if attempt.nodes else ""
+        parts.append(f"{duration(max(0.0, end - attempt.start))}{nodes}")
+    if attempt.steps:
+        first, last = attempt.steps[0], attempt.steps[-1]
+        parts.append(f"steps {first} to {last}" if first != last else f"step {first}")
+    return ", ".join(parts)
+
+
+def _event_rows(story: RunStory, run: RunConfig) -> list[tuple[str, str]]:
     total = run.sft.steps + run.rollout.n_steps
     if not story.steps:
         rows = [("step", f"none of {total} yet")]
@@ -93,3 +108,51 @@ def _event_rows(paths: RunPaths, run: RunConfig) -> list[tuple[str, str]]:
         when = time.strftime("%H:%M:%S", time.localtime(verdict.t))
         rows.append(("event", f"{when} {verdict.name} {verdict.peer} {evidence}".rstrip()[:140]))
     return rows
+
+
+def _facts(run: RunConfig, site: SiteConfig, paths: RunPaths, story: RunStory, standing: Standing) -> dict[str, Any]:
+    """The same for programs: times in epoch seconds, lengths in seconds, null for what nobody says."""
+    spent = standing.node_hours
+    return {
+        "run": run.name,
+        "directory": str(paths.root),
+        "site": site.name,
+        "job": {
+            **_verdict_facts(standing.verdict),
+            "components": [
+                {"name": c.name, "job_id": c.job_id, "state": c.state, "reason": c.reason, "nodes": c.nodes}
+                for c in standing.components
+            ],
+        },
+        "follow_up": None if standing.follow_up is None else _verdict_facts(standing.follow_up),
+        "time_left_s": standing.time_left_s,
+        "attempts": [
+            {
+                "attempt": a.number,
+                "job_id": a.job_id,
+                "start": a.start,
+                "end": a.end,
+                "nodes": a.nodes or None,
+                "outcome": a.outcome or None,
+                "reason": a.reason or None,
+                "steps": len(a.steps),
+            }
+            for a in standing.attempts
+        ],
+        "max_allocations": run.job.max_allocations,
+        "node_hours": None if spent is None else {"hours": spent.hours, "source": spent.source},
+        "step": story.current_step,
+        "steps": run.sft.steps + run.rollout.n_steps,
+        "trained_groups": story.trained_groups,
+        "evaluations": [{"when": e.when, "step": e.step, "mean": e.mean, "n": e.n} for e in story.evaluations],
+    }
+
+
+def _verdict_facts(verdict: JobVerdict) -> dict[str, Any]:
+    return {
+        "job_id": verdict.job_id,
+        "state": str(verdict.state),
+        "over": verdict.over,
+        "evidence": verdict.evidence,
+        "warnings": list(verdict.warnings),
+    }

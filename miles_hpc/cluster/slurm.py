@@ -11,11 +11,12 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from miles_hpc.cluster.accounting import SACCT_FIELDS, AccountingRecord, parse_sacct
 from miles_hpc.cluster.lifecycle import remaining_s
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 
@@ -60,6 +61,8 @@ class ComponentState:
     restarts: int
     exit_code: str
     end_time: float | None  # None when unknown or unlimited
+    start_time: float | None = None  # of a pending job: when Slurm expects it to start; None when unknown
+    dependency: str = ""  # "afterany:12(unfulfilled)"
 
     @property
     def active(self) -> bool:
@@ -120,6 +123,15 @@ class Slurm:
     def state(self, job_id: int) -> list[str]:
         """The state of each component; empty when Slurm doesn't know the job (any more)."""
         return [component.state for component in self.components(job_id)]
+
+    def accounting(self, job_ids: Sequence[int]) -> list[AccountingRecord]:
+        """sacct's records of these jobs: a record for each start of each component, the newest last.
+
+        Raises SlurmError where there is no accounting, or slurmdbd doesn't answer. Records lag by some seconds.
+        """
+        ids = ",".join(str(job_id) for job_id in job_ids)
+        options = ("--noheader", "--parsable2", "--allocations", "--duplicates", f"--format={','.join(SACCT_FIELDS)}")
+        return parse_sacct(self._run("sacct", *options, f"--jobs={ids}"))
 
     def steps(self, job_id: int) -> list[Step]:
         """Steps that srun started and that run now, over all components."""
@@ -235,6 +247,8 @@ def parse_jobs(text: str) -> list[ComponentState]:
                 restarts=int(fields.get("Restarts", 0)),
                 exit_code=fields.get("ExitCode", ""),
                 end_time=_epoch(fields.get("EndTime", "")),
+                start_time=_epoch(fields.get("StartTime", "")),
+                dependency=_known(fields.get("Dependency", "")),
             )
         )
     return sorted(jobs, key=lambda job: job.offset)

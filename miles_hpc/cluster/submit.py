@@ -37,6 +37,7 @@ __all__ = [
     "config_digest",
     "prepare",
     "read_job",
+    "read_jobs",
     "submit_prepared",
 ]
 
@@ -164,6 +165,13 @@ def read_job(paths: RunPaths) -> int | None:
     """The leader's id of the latest submission; None when there was none."""
     job_id = _job_file(paths).get("job_id")
     return job_id if isinstance(job_id, int) else None
+
+
+def read_jobs(paths: RunPaths) -> tuple[int, ...]:
+    """The leaders' ids of all submissions, oldest first."""
+    note = _job_file(paths)
+    jobs = [*note.get("previous", []), note.get("job_id")]
+    return tuple(job for job in jobs if isinstance(job, int))
 
 
 def _job_file(paths: RunPaths) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from miles_hpc.cluster.slurm import ComponentState, Step
+from miles_hpc.cluster.accounting import AccountingRecord
+from miles_hpc.cluster.slurm import ComponentState, SlurmError, Step
 from miles_hpc.core.errors import UserError
 
 __all__ = ["FakeSlurm"]
@@ -28,6 +30,9 @@ class FakeSlurm:
     dependencies: list[str] = field(default_factory=list)
     jobs: dict[int, list[ComponentState]] = field(default_factory=dict)
     running_steps: dict[int, list[Step]] = field(default_factory=dict)
+    records: list[AccountingRecord] = field(default_factory=list)  # what sacct has; nothing here adds to it
+    away: str = ""  # what scontrol complains of instead of answering
+    no_accounting: str = "sacct: Slurm accounting storage is disabled"  # "" = there is accounting
     _next_id: int = 1
 
     # ---- the interface of Slurm
@@ -73,7 +78,14 @@ class FakeSlurm:
         return leader
 
     def components(self, job_id: int) -> list[ComponentState]:
+        if self.away:
+            raise SlurmError(f"scontrol -o show job {job_id}: {self.away}")
         return list(self.jobs.get(job_id, []))
+
+    def accounting(self, job_ids: Sequence[int]) -> list[AccountingRecord]:
+        if self.no_accounting:
+            raise SlurmError(self.no_accounting)
+        return [record for record in self.records if record.leader in job_ids]
 
     def state(self, job_id: int) -> list[str]:
         return [component.state for component in self.components(job_id)]

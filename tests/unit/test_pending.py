@@ -1,4 +1,4 @@
-"""Reasons of pending jobs in words: every name that Slurm 22.05.8's client library has, and what is done with others."""
+"""Reasons of pending jobs in words: those that Slurm 22.05.8's client library names, and any other text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from miles_hpc.cluster.pending import CODES, explain_reason
 
 #: Limits as the client library of Slurm 22.05.8 names them, less those that differ in the resource alone.
-LIMITS = """
+_LIMITS = """
     AssocGrpBB AssocGrpBBMinutes AssocGrpBBRunMinutes AssocGrpBilling AssocGrpBillingMinutes AssocGrpBillingRunMinutes
     AssocGrpCPUMinutesLimit AssocGrpCPURunMinutesLimit AssocGrpCpuLimit AssocGrpEnergy AssocGrpGRES AssocGrpGRESMinutes
     AssocGrpGRESRunMinutes AssocGrpJobsLimit AssocGrpLicense AssocGrpMemLimit AssocGrpMemMinutes AssocGrpMemRunMinutes
@@ -25,7 +25,8 @@ LIMITS = """
     QOSMaxCpuPerJobLimit QOSMaxCpuPerNode QOSMaxCpuPerUserLimit QOSMaxGRESPerJob QOSMaxGRESPerUser
     QOSMaxJobsPerUserLimit QOSMaxMemoryPerUser QOSMaxNodePerJobLimit QOSMaxNodePerUserLimit QOSMaxSubmitJobPerUserLimit
     QOSMaxWallDurationPerJobLimit QOSMinBilling QOSMinCpuNotSatisfied QOSMinGRES QOSMinMemory QOSMinNode
-""".split()
+"""
+LIMITS = _LIMITS.split()
 
 
 @pytest.mark.parametrize("code", LIMITS)
