@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from miles_hpc.cli.inputs import find_run_dir
 from miles_hpc.core.paths import RunPaths
+
+if TYPE_CHECKING:
+    from miles_hpc.cli.story import RunStory
+    from miles_hpc.cluster.job_state import JobVerdict
 
 __all__ = ["follow", "main"]
 
@@ -29,21 +34,15 @@ def follow(paths: RunPaths, *, once: bool = False) -> int:
     return int(watch(paths.root, once=once, job_state=_job_state(paths)))
 
 
-def _job_state(paths: RunPaths) -> Callable[[], str] | None:
-    """Asks Slurm for the state of the run's newest job; None for a run without one."""
+def _job_state(paths: RunPaths) -> Callable[[RunStory], JobVerdict | None] | None:
+    """Asks where the run's job stands, as `status` does; None for a run without one."""
+    from miles_hpc.cli.standing import Witnesses
     from miles_hpc.cluster.slurm import Slurm
-    from miles_hpc.cluster.submit import read_job
+    from miles_hpc.cluster.submit import read_jobs
+    from miles_hpc.core.load import load_prepared
 
-    if read_job(paths) is None:
+    if not read_jobs(paths):
         return None
-    slurm = Slurm(timeout_s=10.0)
-
-    def ask() -> str:
-        job_id = read_job(paths)
-        components = [] if job_id is None else slurm.components(job_id)
-        if not components:
-            return ""
-        leader = components[0]
-        return f"{leader.state} ({leader.reason})" if leader.reason else leader.state
-
-    return ask
+    run, _ = load_prepared(paths.root)
+    witnesses = Witnesses(run, paths, Slurm(timeout_s=10.0))
+    return lambda story: witnesses.ask(read_jobs(paths), story, always_accounting=False).verdict

@@ -1,7 +1,7 @@
 """`miles-hpc watch`: follow a run while it goes, in a terminal or in a log.
 
     events/*.jsonl --EventTail--> StoryReducer --> RunStory --> live view (terminal) | plain lines (anything else)
-    job_state()    ---------------------------^ asked every few seconds, when given
+    job_state(story) -> JobVerdict ---------------^ asked every few seconds, when given
 
 Watching never changes a run. It ends when the run is complete (0), when it ended without completing (1), or by its own
 time limit (124, as timeout(1) has it); an interrupt ends only the watching (130).
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.story_reducer import StoryReducer
 from miles_hpc.cli.watch_view import LiveView, PlainLines
+from miles_hpc.cluster.job_state import JobState, JobVerdict
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
 
@@ -31,9 +32,10 @@ EXIT_FAILED = 1
 EXIT_TIMEOUT = 124
 EXIT_INTERRUPTED = 130
 
-#: Slurm's states of a job that won't run any more (squeue(1), "JOB STATE CODES").
-_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
-_ASK_EVERY_S = 2.0  # each question may be a call of squeue
+#: States in which a later allocation, or the present one, may still finish the run.
+_ALIVE = (JobState.QUEUED, JobState.REQUEUED, JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED)
+_ASK_EVERY_S = 2.0  # each question may be a call of scontrol
+_ASK_SHARE = 0.2  # at most this part of the time: without an answer a question takes seconds, and the view stands still
 
 
 class EventTail:
@@ -71,24 +73,30 @@ class EventTail:
 
 @dataclass
 class JobWatch:
-    """The scheduler's view of the job: asked at most every `_ASK_EVERY_S`; an error counts as not known."""
+    """Where the job stands: asked at most every `_ASK_EVERY_S`; an error counts as not known."""
 
-    ask: Callable[[], str] | None
+    ask: Callable[[RunStory], JobVerdict | None] | None
     grace_s: float
-    state: str = ""
+    verdict: JobVerdict | None = None
     _next: float = 0.0
     _ended_since: float | None = None
 
-    def refresh(self, now: float) -> None:
+    def refresh(self, story: RunStory, now: float) -> None:
         if self.ask is None or now < self._next:
             return
-        self._next = now + _ASK_EVERY_S
         try:
-            self.state = self.ask().strip()
+            self.verdict = self.ask(story)
         except Exception:  # the scheduler may be away for a while: the events still tell
-            self.state = ""
-        ended = self.state.upper().startswith(_ENDED)
-        self._ended_since = (self._ended_since or now) if ended else None
+            self.verdict = None
+        answered = time.monotonic()
+        self._next = answered + max(_ASK_EVERY_S, (answered - now) / _ASK_SHARE)
+        over = self.verdict is not None and self.verdict.over
+        self._ended_since = (self._ended_since or now) if over else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job is known to be able to go on."""
+        return self.verdict is not None and self.verdict.state in _ALIVE
 
     def ended(self, now: float) -> bool:
         """Whether it has been over for the grace time: a requeued job passes through such states as well."""
@@ -102,15 +110,15 @@ def watch(
     poll_s: float = 0.5,
     until_complete: bool = True,
     timeout_s: float | None = None,
-    job_state: Callable[[], str] | None = None,
+    job_state: Callable[[RunStory], JobVerdict | None] | None = None,
     grace_s: float = 10.0,
     console: Console | None = None,
 ) -> int:
     """Show the run until it is over; returns 0 complete, 1 ended otherwise, 124 after `timeout_s`, 130 interrupted.
 
     `once` shows the present state and returns (1 only when the run has failed). Without `until_complete` the end of the
-    current allocation is the end. `job_state` returns Slurm's state of the run's newest job ("PENDING (Priority)",
-    "RUNNING", "" for unknown); an ended job counts only after `grace_s`, because a requeue passes through such states.
+    current allocation is the end. `job_state` returns the verdict on the run's job, None for a run without one; an
+    ended job counts only after `grace_s`, because a requeue passes through such states.
     On a console that isn't a terminal it writes plain lines. Raises UserError when `run_dir` isn't a folder.
     """
     from rich.console import Console
@@ -135,19 +143,19 @@ def watch(
                     new += 1
                 if new:
                     story = reducer.story()
-                job.refresh(now)
+                job.refresh(story, now)
                 last = story.allocations[-1] if story.allocations else None
-                failed = last is not None and last.failed and not job.state.upper().startswith(("PENDING", "RUNNING"))
+                failed = last is not None and last.failed and not job.alive
                 failed_since = (failed_since or now) if failed else None
                 code = _verdict(story, until_complete, job.ended(now), failed_since, now, grace_s)
                 if once:
-                    view.show(story, job.state, final=True)
+                    view.show(story, job.verdict, final=True)
                     return EXIT_FAILED if not story.complete and (failed or job.ended(now)) else 0
                 if code is None and timeout_s is not None and now - begin >= timeout_s:
                     code = EXIT_TIMEOUT
-                view.show(story, job.state, final=code is not None)
+                view.show(story, job.verdict, final=code is not None)
                 if code is not None:
-                    view.end(_last_words(story, code, job.state, now - begin))
+                    view.end(_last_words(story, code, job.verdict, now - begin))
                     return code
                 time.sleep(poll_s if timeout_s is None else min(poll_s, max(0.0, begin + timeout_s - now)))
     except KeyboardInterrupt:
@@ -168,12 +176,13 @@ def _verdict(
     return None
 
 
-def _last_words(story: RunStory, code: int, state: str, waited_s: float) -> str:
+def _last_words(story: RunStory, code: int, verdict: JobVerdict | None, waited_s: float) -> str:
     last = story.allocations[-1] if story.allocations else None
     if code == EXIT_TIMEOUT:
         return f"stopped watching after {waited_s:.0f} s; the run goes on"
     if code == EXIT_FAILED:
-        why = state or (f"{last.outcome}: {last.reason}" if last is not None else "")
+        why = f"{last.outcome}: {last.reason}" if last is not None else ""
+        why = verdict.line if verdict is not None and verdict.over else why
         return f"ended without completing at step {story.current_step} ({why or 'no reason recorded'})"
     if story.complete:
         groups = f", {story.trained_groups} groups trained" if story.trained_groups is not None else ""

@@ -6,12 +6,14 @@ Text that comes from events is printed as it is: never as markup, never with con
 from __future__ import annotations
 
 import math
+import re
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from miles_hpc.cli.story import FAULTS, ROLES, RunStory, TrainedStep
 from miles_hpc.cli.wording import duration, quantity
+from miles_hpc.cluster.job_state import JobState, JobVerdict
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveView", "PlainLines", "View", "sparkline"]
 
+_NUMBER = re.compile(r"\d+")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STALE_S = 15.0  # a role that was silent for longer is shown as such
 _REMIND_S = 30.0  # plain lines: say again that we wait
@@ -59,7 +62,7 @@ class View:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
-    def show(self, story: RunStory, job_state: str, *, final: bool) -> None:
+    def show(self, story: RunStory, verdict: JobVerdict | None, *, final: bool) -> None:
         """Bring the view up to date; `final` when no other call follows."""
         raise NotImplementedError
 
@@ -78,14 +81,15 @@ class PlainLines(View):
         self._console, self._name, self._once = console, name, once
         self._evaluations = self._allocations = self._ended = 0
         self._told: set[tuple[float, str, str]] = set()  # verdicts of several files come out of order
+        self._warned: set[str] = set()
         self._greeted = False
         self._step: TrainedStep | None = None
         self._step_at = self._reminded = -math.inf
 
-    def show(self, story: RunStory, job_state: str, *, final: bool) -> None:
+    def show(self, story: RunStory, verdict: JobVerdict | None, *, final: bool) -> None:
         now = time.monotonic()
         if self._once:
-            self._overview(story, job_state)
+            self._overview(story, verdict)
             return
         if not self._greeted:
             self._line(f"watching {story.name or self._name}")
@@ -107,7 +111,8 @@ class PlainLines(View):
         for a in ended[self._ended :]:
             self._line(f"allocation {a.attempt} ends: {a.outcome}" + (f": {a.reason}" if a.reason else ""))
         self._ended = len(ended)
-        waiting = _waiting(story, job_state)
+        self._warnings(verdict)
+        waiting = _waiting(story, verdict)
         if not waiting:
             self._reminded = -math.inf
         elif not final and now - self._reminded >= _REMIND_S:
@@ -116,6 +121,13 @@ class PlainLines(View):
 
     def end(self, words: str) -> None:
         self._line(words)
+
+    def _warnings(self, verdict: JobVerdict | None) -> None:
+        """Each once, however long what it warns of has lasted by now."""
+        for warning in () if verdict is None else verdict.warnings:
+            if (kind := _NUMBER.sub("", warning)) not in self._warned:
+                self._warned.add(kind)
+                self._line(f"warning: {warning}")
 
     def _verdict_lines(self, story: RunStory) -> None:
         if len(story.verdicts) == len(self._told):
@@ -132,7 +144,7 @@ class PlainLines(View):
             more = f"; and {len(dropped) - 1} more" if len(dropped) > 1 else ""
             self._line(dropped[-1].text + more)
 
-    def _overview(self, story: RunStory, job_state: str) -> None:
+    def _overview(self, story: RunStory, verdict: JobVerdict | None) -> None:
         total = f" of {story.total_steps}" if story.total_steps is not None else ""
         n = len(story.allocations)
         allocations = f"{n} allocation{'s' * (n != 1)}"
@@ -143,8 +155,11 @@ class PlainLines(View):
             self._line(f"evaluation {e.when.replace('_', ' ')}: reward {e.mean:.3f} over {e.n} episodes")
         for _, _, text in story.told()[-5:]:
             self._line(text)
-        waiting = _waiting(story, job_state)
-        self._line("complete" if story.complete else (waiting or "running"))
+        waiting = _waiting(story, verdict)
+        running = "running" if verdict is None else f"job {_job_text(verdict)}"
+        self._line("complete" if story.complete else (waiting or running))
+        for warning in () if verdict is None else verdict.warnings:
+            self._line(f"warning: {warning}")
 
     def _line(self, text: str) -> None:
         clean = "".join(c if c.isprintable() else " " for c in text)
@@ -158,15 +173,20 @@ def _step_line(story: RunStory, step: TrainedStep) -> str:
     return f"step {step.step}{total} {step.phase}" + (f": {', '.join(parts)}" if parts else "")
 
 
-def _waiting(story: RunStory, job_state: str) -> str:
+def _job_text(verdict: JobVerdict) -> str:
+    return verdict.line if verdict.job_id is None else f"{verdict.job_id} {verdict.line}"
+
+
+def _waiting(story: RunStory, verdict: JobVerdict | None) -> str:
     """Why nothing happens; "" when something does."""
-    state = f" (job: {job_state})" if job_state else ""
+    state = "" if verdict is None else f" (job {_job_text(verdict)})"
+    queued = verdict is not None and verdict.state in (JobState.QUEUED, JobState.REQUEUED)
     if story.complete:
         return ""
     if not story.allocations and not story.steps:
         return f"waiting for the job to start{state}"
     last = story.allocations[-1] if story.allocations else None
-    if (last is not None and last.end is not None) or job_state.upper().startswith("PENDING"):
+    if (last is not None and last.end is not None) or queued:
         return f"waiting for the next allocation{state}"
     return ""
 
@@ -193,22 +213,26 @@ class LiveView(View):
         if self._words:
             self._console.print(_text(f" {self._words}", "bold"))
 
-    def show(self, story: RunStory, job_state: str, *, final: bool) -> None:
-        self._live.update(_screen(story, self._name, job_state, self._console.width, time.time()), refresh=True)
+    def show(self, story: RunStory, verdict: JobVerdict | None, *, final: bool) -> None:
+        self._live.update(_screen(story, self._name, verdict, self._console.width, time.time()), refresh=True)
 
     def end(self, words: str) -> None:
         self._words = words
 
 
-def _screen(story: RunStory, name: str, job_state: str, width: int, now: float) -> RenderableType:
+def _screen(story: RunStory, name: str, verdict: JobVerdict | None, width: int, now: float) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
 
     inner = max(20, min(width, 110) - 2)
-    parts: list[RenderableType] = [_title(story, name, job_state, now)]
-    waiting = _waiting(story, job_state)
+    parts: list[RenderableType] = [_title(story, name, now)]
+    waiting = _waiting(story, verdict)
     if waiting:
         parts.append(_text(waiting[:1].upper() + waiting[1:], "yellow"))
+    elif verdict is not None and not story.complete:
+        parts.append(_text(f"Job {_job_text(verdict)}", "dim"))
+    if verdict is not None:
+        parts += [_text(warning, "bold red") for warning in verdict.warnings]
     if story.total_steps or story.steps:
         parts += [_progress(story, inner), *_reward(story, inner), *_metrics(story, inner)]
     if story.peers:
@@ -224,7 +248,7 @@ def _text(text: str = "", style: str = "") -> Text:
     return Text(no_wrap=True, overflow="ellipsis").append("".join(c if c.isprintable() else " " for c in text), style)
 
 
-def _title(story: RunStory, name: str, job_state: str, now: float) -> Text:
+def _title(story: RunStory, name: str, now: float) -> Text:
     title = _text(story.name or name, "bold")
     if story.complete:
         title.append("  complete", "bold green")
@@ -243,8 +267,6 @@ def _title(story: RunStory, name: str, job_state: str, now: float) -> Text:
                 )
         elif last.end is not None and not story.complete:
             title.append(f" ended ({last.outcome})", "default")
-    if job_state:
-        title.append(f"  job {job_state}", "dim")
     if story.first_t is not None:
         wall = story.wall_s if story.complete else now - story.first_t
         words = "in all" if story.complete else "since start"

@@ -15,10 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.watch import EXIT_FAILED, EXIT_TIMEOUT, EventTail, watch
 from miles_hpc.cli.watch_view import sparkline
+from miles_hpc.cluster.job_state import JobState, JobVerdict
 from miles_hpc.core.errors import UserError
 from tests.fakes import make_events
+
+WAITS = JobVerdict(5, JobState.QUEUED, "Resources: it waits for nodes")
 
 
 def plain() -> tuple[Console, io.StringIO]:
@@ -93,29 +97,52 @@ def test_plain_lines_while_it_goes_are_few(tmp_path: Path) -> None:
 
 def test_pending_job_is_waited_for_politely(tmp_path: Path) -> None:
     console, out = plain()
-    code = watch(tmp_path, poll_s=0.02, timeout_s=0.5, job_state=lambda: "PENDING (Resources)", console=console)
+    code = watch(tmp_path, poll_s=0.02, timeout_s=0.5, job_state=lambda _: WAITS, console=console)
     assert code == EXIT_TIMEOUT
-    assert out.getvalue().count("waiting for the job to start (job: PENDING (Resources))") == 1
+    assert out.getvalue().count("waiting for the job to start (job 5 QUEUED: Resources: it waits for nodes)") == 1
     assert "the run goes on" in out.getvalue()
 
 
-@pytest.mark.parametrize("state", ["FAILED", "CANCELLED by 1000", "NODE_FAIL", "COMPLETED"])
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "NODE_FAIL", "PAUSED", "ENDED"])
 def test_job_that_ended_without_completing_the_run(tmp_path: Path, state: str) -> None:
     console, out = plain()
-    code = watch(tmp_path, poll_s=0.02, timeout_s=60, job_state=lambda: state, grace_s=0.1, console=console)
+    over = JobVerdict(5, JobState(state), "who says so")
+    code = watch(tmp_path, poll_s=0.02, timeout_s=60, job_state=lambda _: over, grace_s=0.1, console=console)
     assert code == EXIT_FAILED
-    assert f"ended without completing at step 0 ({state})" in out.getvalue()
+    assert f"ended without completing at step 0 ({state}: who says so)" in out.getvalue()
+
+
+def test_a_job_that_nobody_knows_of_may_still_run(tmp_path: Path) -> None:
+    console, out = plain()
+    unknown = JobVerdict(5, JobState.UNKNOWN, "Slurm doesn't know the job")
+    code = watch(tmp_path, poll_s=0.02, timeout_s=0.5, job_state=lambda _: unknown, grace_s=0.1, console=console)
+    assert code == EXIT_TIMEOUT
+    assert "job 5 UNKNOWN: Slurm doesn't know the job" in out.getvalue()
+
+
+def test_warnings_are_told_once(tmp_path: Path) -> None:
+    note(tmp_path, 1.0, "allocation_start", attempt=1)
+    lengths = itertools.count(3)
+
+    def state(story: RunStory) -> JobVerdict:
+        return JobVerdict(5, JobState.RUNNING, "Slurm says RUNNING", (f"nothing was written for {next(lengths)} min",))
+
+    console, out = plain()
+    assert watch(tmp_path, poll_s=0.02, timeout_s=5.0, job_state=state, console=console) == EXIT_TIMEOUT
+    assert next(lengths) > 4
+    assert out.getvalue().count("warning: nothing was written for 3 min") == 1
+    assert out.getvalue().count("warning:") == 1
 
 
 def test_requeue_passes_through_an_ended_state(tmp_path: Path) -> None:
     make_events.write(tmp_path, until=40)
-    states = iter(["NODE_FAIL", "PENDING (Requeued)"])
+    states = iter([JobState.NODE_FAIL, JobState.REQUEUED])
 
-    def state() -> str:
-        found = next(states, "RUNNING")
-        if found == "RUNNING":
+    def state(story: RunStory) -> JobVerdict:
+        found = next(states, JobState.RUNNING)
+        if found == JobState.RUNNING:
             note(tmp_path, 1.8e9, "run_complete", term=2, trained_groups=3, steps=4)
-        return found
+        return JobVerdict(5, found, "")
 
     console, _ = plain()
     assert watch(tmp_path, poll_s=0.05, timeout_s=60, job_state=state, grace_s=20, console=console) == 0
@@ -124,7 +151,7 @@ def test_requeue_passes_through_an_ended_state(tmp_path: Path) -> None:
 def test_scheduler_that_is_away_is_no_failure(tmp_path: Path) -> None:
     make_events.write(tmp_path)
 
-    def state() -> str:
+    def state(story: RunStory) -> JobVerdict:
         raise OSError("slurm_load_jobs error: Unable to contact slurm controller")
 
     console, _ = plain()
@@ -148,8 +175,8 @@ def test_end_of_the_allocation_is_enough_when_asked(tmp_path: Path) -> None:
 
 def test_once(tmp_path: Path) -> None:
     console, out = plain()
-    assert watch(tmp_path, once=True, job_state=lambda: "PENDING (Priority)", console=console) == 0
-    assert "waiting for the job to start (job: PENDING (Priority))" in out.getvalue()
+    assert watch(tmp_path, once=True, job_state=lambda _: WAITS, console=console) == 0
+    assert "waiting for the job to start (job 5 QUEUED: Resources: it waits for nodes)" in out.getvalue()
     console, out = plain()
     assert watch(make_events.write(tmp_path), once=True, console=console) == 0
     assert "invented: step 52 of 52, 2 allocations" in out.getvalue()
@@ -191,7 +218,7 @@ def test_markup_and_escapes_from_events_are_inert(tmp_path: Path) -> None:
 
 
 def test_interrupt_ends_only_the_watching(tmp_path: Path) -> None:
-    def state() -> str:
+    def state(story: RunStory) -> JobVerdict:
         raise KeyboardInterrupt
 
     console, out = plain()
