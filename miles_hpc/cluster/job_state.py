@@ -208,10 +208,11 @@ class _Listed:
         """A requeued job keeps its id: an attempt from before the job's present start says nothing about it."""
         starts = [c.start_time for c in self.components if c.start_time is not None and c.state != "PENDING"]
         own, start = self.own, min(starts, default=None)
-        if start is None or own.started is None or own.complete:
+        if start is None or own.started is None or own.complete or not any(c.restarts for c in self.components):
             return own
-        before = own.started < start - _SKEW_S or (own.ended is not None and own.ended < start)
-        return OwnRecords(silent_after_s=own.silent_after_s) if before else own
+        newest = own.started if own.last_event is None else own.last_event
+        mine = own.started >= start or (own.started >= start - _SKEW_S and newest >= start)
+        return own if mine else OwnRecords(silent_after_s=own.silent_after_s)
 
     def _ended_components(self, active: Sequence[ComponentState]) -> list[str]:
         gone = [c for c in self.components if not c.active]

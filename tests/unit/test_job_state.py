@@ -132,6 +132,20 @@ ROWS = {
     "runs; the attempt before the requeue isn't this one": Row(
         slurm("RUNNING", start_time=NOW - 1, restarts=1), DISABLED, SAVED, JobState.STARTING, ("no attempt has begun",)
     ),
+    "runs; the attempt before the requeue was short": Row(
+        slurm("RUNNING", start_time=NOW - 1, restarts=1),
+        DISABLED,
+        own(started=NOW - 9, last_event=NOW - 6),
+        JobState.STARTING,
+        ("no attempt has begun",),
+    ),
+    "requeued and running, on a host whose clock is late": Row(
+        slurm("RUNNING", start_time=NOW - 60, restarts=1),
+        DISABLED,
+        own(started=NOW - 75, last_event=NOW - 20),
+        JobState.RUNNING,
+        ("newest event 20 s ago",),
+    ),
     "runs; the newest attempt is of another job": Row(
         slurm("RUNNING", start_time=NOW - 5), DISABLED, own(job_id=7), JobState.STARTING, ("no attempt has begun",)
     ),
