@@ -193,6 +193,7 @@ def test_status_answers_while_slurmctld_is_gone(counted: Status, counting_box: B
     job_id = counted.submit(SUPERVISOR, "--set", "job.time=00:05:00")
     counted.await_state("RUNNING")
     running_since, saved = time.time(), counting_box.root / "state" / "job_state"
+    counting_box.run("scontrol", "update", f"jobid={job_id}", "comment=x")  # a change makes it save its state
     until(lambda: saved.stat().st_mtime > running_since, "slurmctld to save that the job runs", 60.0)
     kill_slurmctld(counting_box)
     begin = time.monotonic()
