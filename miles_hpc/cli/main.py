@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _run_command(commands, "render", "print the batch script of a run")
     command = _run_command(commands, "submit", "prepare the run directory and submit the job")
-    command.add_argument("--dry-run", action="store_true", help="check everything, write and submit nothing")
+    command.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the script (stdout) and what it asks for"
+    )
+    command.add_argument("--json", action="store_true", help="with --dry-run: one JSON object instead")
     command.add_argument("--watch", action="store_true", help="follow the run after submitting")
     command = _run_command(commands, "local", "run on this machine without Slurm")
 

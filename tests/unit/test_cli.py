@@ -69,6 +69,7 @@ BAD_INPUT = {
     "site without a scheduler": (["--site", "laptop"], "site 'laptop' has no scheduler"),
     "run directory of another run": (["--run-dir", "taken"], "belongs to run 'other', not 'tiny'"),
     "run directory that is not ours": (["--run-dir", "bin/.."], "is not empty and has no identity.json"),
+    "--json without --dry-run": (["--json"], "--json: shows what a dry run shows: add --dry-run"),
     "no Slurm on the machine": ([], "no Slurm on this machine: 'sbatch' is not on PATH"),
 }
 
