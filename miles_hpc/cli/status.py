@@ -13,7 +13,7 @@ from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cli.watch import EventTail
 from miles_hpc.cli.wording import duration
-from miles_hpc.cluster.job_state import JobVerdict
+from miles_hpc.cluster.job_state import JobState, JobVerdict
 from miles_hpc.cluster.lifecycle import format_time
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import read_jobs
@@ -25,6 +25,9 @@ __all__ = ["main"]
 
 #: Verdicts of a run that goes well.
 _ROUTINE = ("engine_synced", "joined", "dropped")
+#: States in which the newest attempt hasn't ended, whoever says so.
+_ALIVE = (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED)
+_OUTCOMES = {"continue": "state saved", "": "no outcome recorded"}
 #: Of each question to Slurm. With slurmctld gone, scontrol 22.05.8 gave up by itself after 8 s.
 _TIMEOUT_S = 10.0
 
@@ -69,15 +72,19 @@ def _attempt_rows(run: RunConfig, standing: Standing) -> list[tuple[str, str]]:
     attempts = standing.attempts
     if not attempts:
         return [("attempts", f"none yet, of {run.job.max_allocations} at most")]
-    rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most")]
-    rows += [(f"  {attempt.number:04d}", _attempt_text(attempt)) for attempt in attempts[-3:]]
+    used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state == JobState.PAUSED
+    more = ": 'miles-hpc resume' needs --set job.max_allocations=N" if used_up else ""
+    rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most{more}")]
+    for attempt in attempts[-3:]:
+        going_on = attempt is attempts[-1] and not attempt.outcome and standing.verdict.state in _ALIVE
+        rows.append((f"  {attempt.number:04d}", _attempt_text(attempt, going_on=going_on)))
     if standing.node_hours is not None:
         rows.append(("node-hours", f"{standing.node_hours.hours:.3g} by {standing.node_hours.source}"))
     return rows
 
 
-def _attempt_text(attempt: Attempt) -> str:
-    parts = [attempt.outcome or "no outcome recorded"]
+def _attempt_text(attempt: Attempt, *, going_on: bool) -> str:
+    parts = ["goes on" if going_on else _OUTCOMES.get(attempt.outcome, attempt.outcome)]
     if attempt.reason:
         parts.append(attempt.reason)
     if attempt.start is not None and (end := attempt.end or attempt.last_seen) is not None:

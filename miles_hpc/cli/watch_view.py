@@ -183,6 +183,8 @@ def _waiting(story: RunStory, verdict: JobVerdict | None) -> str:
     queued = verdict is not None and verdict.state in (JobState.QUEUED, JobState.REQUEUED)
     if story.complete:
         return ""
+    if verdict is not None and verdict.over:
+        return f"nothing runs or is queued{state}"
     if not story.allocations and not story.steps:
         return f"waiting for the job to start{state}"
     last = story.allocations[-1] if story.allocations else None
@@ -228,11 +230,11 @@ def _screen(story: RunStory, name: str, verdict: JobVerdict | None, width: int, 
     parts: list[RenderableType] = [_title(story, name, now)]
     waiting = _waiting(story, verdict)
     if waiting:
-        parts.append(_text(waiting[:1].upper() + waiting[1:], "yellow"))
+        parts.append(_lines(waiting[:1].upper() + waiting[1:], "yellow"))
     elif verdict is not None and not story.complete:
-        parts.append(_text(f"Job {_job_text(verdict)}", "dim"))
+        parts.append(_lines(f"Job {_job_text(verdict)}", "dim"))
     if verdict is not None:
-        parts += [_text(warning, "bold red") for warning in verdict.warnings]
+        parts += [_lines(warning, "bold red") for warning in verdict.warnings]
     if story.total_steps or story.steps:
         parts += [_progress(story, inner), *_reward(story, inner), *_metrics(story, inner)]
     if story.peers:
@@ -246,6 +248,13 @@ def _text(text: str = "", style: str = "") -> Text:
     from rich.text import Text
 
     return Text(no_wrap=True, overflow="ellipsis").append("".join(c if c.isprintable() else " " for c in text), style)
+
+
+def _lines(text: str, style: str) -> Text:
+    """As many lines as it needs."""
+    from rich.text import Text
+
+    return Text("".join(c if c.isprintable() else " " for c in text), style, overflow="fold")
 
 
 def _title(story: RunStory, name: str, now: float) -> Text:

@@ -312,7 +312,7 @@ def _ended(job_id: int | None, ends: Sequence[tuple[str, str]], own: OwnRecords,
     if own.complete:
         return JobVerdict(job_id, JobState.COMPLETED, "; ".join(p for p in ("the run is complete", slurm) if p))
     if own.outcome == "continue":
-        go_on = "state is saved and no next allocation is queued: 'miles-hpc resume' continues"
+        go_on = "no next allocation is queued: 'miles-hpc resume' continues"
         return JobVerdict(job_id, JobState.PAUSED, f"{evidence}; {go_on}")
     if word in _FROM_OUTSIDE:
         return JobVerdict(job_id, JobState(word), evidence)

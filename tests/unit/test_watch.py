@@ -199,7 +199,10 @@ def test_live_view_of_any_state_fits(tmp_path: Path, width: int, until: int) -> 
     make_events.write(tmp_path, until=until)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=width, height=40, color_system=None)
-    assert watch(tmp_path, poll_s=0.01, timeout_s=0.0, console=console) == EXIT_TIMEOUT
+    verdict = JobVerdict(5, JobState.RUNNING, "Slurm says RUNNING " * 9, ("the run has written nothing " * 9,))
+    code = watch(tmp_path, poll_s=0.01, timeout_s=0.0, job_state=lambda _: verdict, console=console)
+    assert code == EXIT_TIMEOUT
+    assert out.getvalue().count("written") >= 9 and out.getvalue().count("RUNNING") >= 10
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()
     assert max(len(line) for line in lines) <= width
 
