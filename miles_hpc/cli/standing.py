@@ -216,5 +216,6 @@ def _time_left_s(view: SchedulerView, story: RunStory, now: float) -> float | No
 
 
 def _short(error: MilesError) -> str:
-    """The advice of a UserError is for whoever needs Slurm now; a view doesn't."""
-    return str(error).partition(": ")[0] if isinstance(error, UserError) else str(error)
+    """Without a command's options; the advice of a UserError is for whoever needs Slurm now, which a view doesn't."""
+    first, _, rest = str(error).partition(": ")
+    return first if isinstance(error, UserError) else f"{first.split(' ', 1)[0]}: {rest}"

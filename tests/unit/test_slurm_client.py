@@ -34,6 +34,17 @@ def test_components_of_a_het_job() -> None:
     assert (rollout.state, rollout.exit_code, rollout.active) == ("FAILED", "3:0", False)
     assert (sandbox.name, sandbox.nodes, sandbox.reason, sandbox.end_time) == ("x sandbox", "", "Resources", None)
     assert sandbox.active
+    assert trainer.start_time == datetime(2026, 11, 29, 16, 21, 54).timestamp()
+    assert (sandbox.start_time, trainer.dependency) == (None, "")
+
+
+def test_what_a_waiting_job_waits_for() -> None:
+    (job,) = parse_jobs(
+        "JobId=7 JobName=a JobState=PENDING Reason=Dependency Dependency=afterany:6(unfulfilled) "
+        "StartTime=2026-11-29T18:00:00 EndTime=2026-11-29T19:00:00"
+    )
+    assert (job.reason, job.dependency) == ("Dependency", "afterany:6(unfulfilled)")
+    assert job.start_time == datetime(2026, 11, 29, 18, 0).timestamp()
 
 
 def test_a_plain_job_and_nothing() -> None:
@@ -56,6 +67,20 @@ def program(folder: Path, name: str, body: str) -> None:
 
 def client(folder: Path, **more: str) -> Slurm:
     return Slurm(environ={"PATH": f"{folder}:/usr/bin:/bin", **more}, timeout_s=20.0)
+
+
+def test_accounting_is_asked_for_every_start_of_these_jobs(tmp_path: Path) -> None:
+    line = "5+1|CANCELLED by 0|0:15|90|2|2026-11-30T02:12:23|x-rollout"
+    program(tmp_path, "sacct", f'echo "$@" > {tmp_path}/arguments; echo "{line}"')
+    (record,) = client(tmp_path).accounting([5, 8])
+    assert (record.leader, record.offset, record.state, record.elapsed_s) == (5, 1, "CANCELLED", 90)
+    assert (tmp_path / "arguments").read_text() == (
+        "--noheader --parsable2 --allocations --duplicates "
+        "--format=JobID,State,ExitCode,ElapsedRaw,AllocNodes,Start,JobName --jobs=5,8\n"
+    )
+    program(tmp_path, "sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
+    with pytest.raises(SlurmError, match=r"sacct .*: Slurm accounting storage is disabled"):
+        client(tmp_path).accounting([5])
 
 
 def test_submission_hands_over_text_and_reads_the_leaders_id(tmp_path: Path) -> None:

@@ -122,7 +122,11 @@ def test_slurm_is_away(paths: RunPaths) -> None:
     slurm.away = "Unable to contact slurm controller (connect failure)"
     log = begin(paths, 1, 5)
     found = ask(paths, slurm, [4, 5])
-    assert found.verdict.state == JobState.STARTING and "connect failure" in found.verdict.evidence
+    assert found.verdict.state == JobState.STARTING
+    assert "Slurm doesn't answer (scontrol: Unable to contact slurm controller (connect failure))" in (
+        found.verdict.evidence
+    )
+    assert "no accounting (sacct: Slurm accounting storage is disabled)" in found.verdict.evidence
     assert found.time_left_s == pytest.approx(600, abs=60)
     assert slurm.questions == ["scontrol 5", "sacct"]
     for peer in ("trainer-t1-0", "rollout-r1-0"):
