@@ -287,6 +287,14 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_status_imports_nothing_heavy() -> None:
+    program = f"import sys, miles_hpc.cli.status\nprint([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_a_complete_run_is_not_submitted_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run()
     paths = RunPaths(here / "done")

@@ -7,6 +7,7 @@ Model-Optimizer PR#1900 and Parsl#2207: a finished job vanishes from the queue, 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -325,3 +326,24 @@ def test_what_is_over_is_not_unknown() -> None:
 )
 def test_span_text(seconds: float, text: str) -> None:
     assert span_text(seconds) == text
+
+
+def test_rules_that_hold_for_all_witnesses_together() -> None:
+    views = list(dict.fromkeys(row.scheduler for row in ROWS.values()))
+    accountings = list(dict.fromkeys(row.accounting for row in ROWS.values()))
+    records = list(dict.fromkeys(row.own for row in ROWS.values()))
+    assert len(views) * len(accountings) * len(records) > 2000
+    for view, accounting, mine in itertools.product(views, accountings, records):
+        verdict = judge(JOB, view, accounting, mine, NOW)
+        active = [c for c in view.components if c.active]
+        assert verdict.evidence and "\n" not in verdict.line
+        assert not (verdict.over and active), "what Slurm still lists as active isn't over"
+        assert not (verdict.state == JobState.UNKNOWN and view.components), "Slurm's word is a word"
+        if verdict.state in (JobState.RUNNING, JobState.STARTING):
+            assert active or view.failure, "only Slurm, or its silence, leaves a job running"
+        if mine.complete and not active and not accounting.records:
+            assert verdict.state == JobState.COMPLETED
+        if verdict.state == JobState.COMPLETED:
+            assert mine.complete, "no exit code makes a run complete"
+        if view.components:
+            assert verdict == judge(JOB, view, AccountingView(), mine, NOW), "slurmctld knows it before sacct"
