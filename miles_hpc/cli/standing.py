@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,7 +95,7 @@ class Witnesses:
             components=view.components,
             follow_up=None if behind is None else judge(behind[0], behind[1], AccountingView(), own, now),
             attempts=attempts,
-            node_hours=spent(self._records, jobs, _usage(attempts)) if jobs else None,
+            node_hours=spent(self._records, jobs, _usage(attempts, view, now)) if jobs else None,
             time_left_s=_time_left_s(view, story, now),
         )
 
@@ -197,12 +197,15 @@ def _controller_lost(story: RunStory, attempt: int) -> float | None:
     return lost if lost is not None and lost > heard else None
 
 
-def _usage(attempts: Iterable[Attempt]) -> list[OwnUsage]:
-    return [
-        OwnUsage(attempt=a.number, job_id=a.job_id, seconds=max(0.0, end - a.start), nodes=a.nodes)
-        for a in attempts
-        if a.start is not None and a.nodes and (end := a.end or a.last_seen) is not None
-    ]
+def _usage(attempts: Sequence[Attempt], view: SchedulerView, now: float) -> list[OwnUsage]:
+    """An attempt without an end lasts until now while Slurm says that its job runs, else until its last event."""
+    running = {c.job_id for c in view.components if c.state == "RUNNING"}
+    usage = []
+    for a in attempts:
+        end = now if a.end is None and a is attempts[-1] and a.job_id in running else a.end or a.last_seen
+        if a.start is not None and end is not None and a.nodes:
+            usage.append(OwnUsage(attempt=a.number, job_id=a.job_id, seconds=max(0.0, end - a.start), nodes=a.nodes))
+    return usage
 
 
 def _time_left_s(view: SchedulerView, story: RunStory, now: float) -> float | None:

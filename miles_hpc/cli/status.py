@@ -75,8 +75,9 @@ def _attempt_rows(run: RunConfig, standing: Standing) -> list[tuple[str, str]]:
     used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state == JobState.PAUSED
     more = ": 'miles-hpc resume' needs --set job.max_allocations=N" if used_up else ""
     rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most{more}")]
+    lives = standing.verdict.state in _ALIVE and not standing.verdict.warnings
     for attempt in attempts[-3:]:
-        going_on = attempt is attempts[-1] and not attempt.outcome and standing.verdict.state in _ALIVE
+        going_on = lives and attempt is attempts[-1] and not attempt.outcome
         rows.append((f"  {attempt.number:04d}", _attempt_text(attempt, going_on=going_on)))
     if standing.node_hours is not None:
         rows.append(("node-hours", f"{standing.node_hours.hours:.3g} by {standing.node_hours.source}"))

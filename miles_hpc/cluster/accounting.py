@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 __all__ = ["SACCT_FIELDS", "AccountingRecord", "NodeHours", "OwnUsage", "newest_start", "parse_sacct", "spent"]
 
@@ -28,7 +29,7 @@ class AccountingRecord:
     exit_code: str
     elapsed_s: int
     nodes: int  # 0 before the start
-    start: str  # as sacct prints it, local time; "" before the start
+    start: float | None  # epoch seconds; None before the start
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class OwnUsage:
 
     attempt: int
     job_id: int | None
-    seconds: float  # from its first event to its end, or to its last event
+    seconds: float  # from its first event to its end, to now, or to its last event
     nodes: int
 
 
@@ -69,10 +70,18 @@ def parse_sacct(text: str) -> list[AccountingRecord]:
                 exit_code=exit_code,
                 elapsed_s=int(elapsed),
                 nodes=int(nodes),
-                start="" if start in ("Unknown", "None") else start,
+                start=_epoch(start),
             )
         )
     return records
+
+
+def _epoch(text: str) -> float | None:
+    """sacct prints local time without a zone, "Unknown" before the start."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def newest_start(records: Iterable[AccountingRecord], leader: int) -> list[AccountingRecord]:

@@ -110,7 +110,7 @@ class JobVerdict:
 
     @property
     def line(self) -> str:
-        """State and evidence in one line, with the number of warnings when they don't fit."""
+        """State and evidence in one line; warnings are told apart."""
         return f"{self.state}: {self.evidence}" if self.evidence else str(self.state)
 
 
@@ -205,14 +205,10 @@ class _Listed:
         return self._say(JobState.RUNNING if own.ready else JobState.STARTING, evidence, *warnings)
 
     def _own_of_this_start(self) -> OwnRecords:
-        """A requeued job keeps its id: an attempt from before the job's present start says nothing about it."""
+        if not any(c.restarts for c in self.components):
+            return self.own
         starts = [c.start_time for c in self.components if c.start_time is not None and c.state != "PENDING"]
-        own, start = self.own, min(starts, default=None)
-        if start is None or own.started is None or own.complete or not any(c.restarts for c in self.components):
-            return own
-        newest = own.started if own.last_event is None else own.last_event
-        mine = own.started >= start or (own.started >= start - _SKEW_S and newest >= start)
-        return own if mine else OwnRecords(silent_after_s=own.silent_after_s)
+        return _of_this_start(self.own, min(starts, default=None))
 
     def _ended_components(self, active: Sequence[ComponentState]) -> list[str]:
         gone = [c for c in self.components if not c.active]
@@ -245,6 +241,15 @@ def waiting_text(components: Sequence[ComponentState], now: float) -> str:
     return "; ".join(clauses)
 
 
+def _of_this_start(own: OwnRecords, start: float | None) -> OwnRecords:
+    """A requeued job keeps its id: an attempt from before the job's present start says nothing about it."""
+    if start is None or own.started is None or own.complete:
+        return own
+    newest = own.started if own.last_event is None else own.last_event
+    mine = own.started >= start or (own.started >= start - _SKEW_S and newest >= start)
+    return own if mine else OwnRecords(silent_after_s=own.silent_after_s)
+
+
 # --------------------------------------------------------------------------------------------- it doesn't
 
 
@@ -257,7 +262,8 @@ def _unlisted(
     states = {record.state for record in accounting.records}
     if states and not states & ACTIVE_STATES:
         ends = [(record.state, record.exit_code) for record in accounting.records]
-        return _ended(job_id, ends, own, f"{slurm}; sacct says")
+        start = min((record.start for record in accounting.records if record.start is not None), default=None)
+        return _ended(job_id, ends, _of_this_start(own, start), f"{slurm}; sacct says")
     if own.complete:
         return JobVerdict(job_id, JobState.COMPLETED, f"the run is complete; {slurm}")
     sacct = f"sacct says {'/'.join(sorted(states))}, which may lag" if states else _no_records(accounting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 
 from miles_hpc.cluster.accounting import OwnUsage, newest_start, parse_sacct, spent
@@ -29,7 +31,8 @@ def test_records() -> None:
         (2, 0, "CANCELLED"),
     ]
     assert (records[3].exit_code, records[3].name, records[3].nodes) == ("10:0", "a|b", 2)
-    assert (records[6].start, records[6].nodes, records[7].offset) == ("", 0, 0)
+    assert (records[6].start, records[6].nodes, records[7].offset) == (None, 0, 0)
+    assert records[0].start == datetime(2026, 11, 30, 2, 12, 13).timestamp()
 
 
 @pytest.mark.parametrize(

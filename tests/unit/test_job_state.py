@@ -51,11 +51,11 @@ def slurm(*states: str, **more: object) -> SchedulerView:
     return SchedulerView(tuple(component(state, i, **more) for i, state in enumerate(states)))
 
 
-def sacct(*states: str, exit_code: str = "0:0") -> AccountingView:
+def sacct(*states: str, exit_code: str = "0:0", start: float | None = NOW - 600) -> AccountingView:
     return AccountingView(
         tuple(
             AccountingRecord(
-                leader=JOB, offset=i, name="tiny", state=state, exit_code=exit_code, elapsed_s=9, nodes=1, start="x"
+                leader=JOB, offset=i, name="tiny", state=state, exit_code=exit_code, elapsed_s=9, nodes=1, start=start
             )
             for i, state in enumerate(states)
         )
@@ -246,6 +246,12 @@ ROWS = {
     ),
     "vanished, the newest record is a requeue's": Row(
         VANISHED, sacct("REQUEUED"), NONE, JobState.UNKNOWN, ("REQUEUED, which may lag",), ("resume",)
+    ),
+    "vanished, the start after the saved one left no attempt": Row(
+        VANISHED, sacct("NODE_FAIL", start=NOW - 60), SAVED, JobState.NODE_FAIL, ("sacct says NODE_FAIL",)
+    ),
+    "vanished, saved in its last start": Row(
+        VANISHED, sacct("FAILED", exit_code="10:0"), SAVED, JobState.PAUSED, ("exit code 10", "'miles-hpc resume'")
     ),
     "vanished, outcome recorded": Row(VANISHED, DISABLED, BROKEN, JobState.FAILED, ("was started 21 times",)),
     "vanished, state saved": Row(VANISHED, DISABLED, SAVED, JobState.PAUSED, ("no next allocation is queued",)),

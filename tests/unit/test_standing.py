@@ -64,7 +64,7 @@ def begin(paths: RunPaths, attempt: int, job_id: int | None) -> EventLog:
 
 def record(job_id: int, state: str, offset: int = 0, name: str = "tiny-trainer") -> AccountingRecord:
     return AccountingRecord(
-        leader=job_id, offset=offset, name=name, state=state, exit_code="0:0", elapsed_s=1800, nodes=2, start="x"
+        leader=job_id, offset=offset, name=name, state=state, exit_code="0:0", elapsed_s=1800, nodes=2, start=None
     )
 
 
@@ -84,6 +84,22 @@ def test_running_with_its_follow_up_behind_it(paths: RunPaths) -> None:
     assert found.time_left_s == 0.0  # the fake's clock is long ago
     assert found.node_hours is not None and found.node_hours.source == "own events"
     assert slurm.questions == [f"scontrol {second}", f"scontrol {first}", "sacct"]
+
+
+def test_a_silent_job_goes_on_costing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    job_id = slurm.submit(SCRIPT)
+    slurm.start(job_id, ["t[1-2]", "r1"], limit_s=600)
+    hour_ago = time.time() - 3600
+    monkeypatch.setattr("miles_hpc.core.telemetry.time.time", lambda: hour_ago)
+    begin(paths, 1, job_id)
+    monkeypatch.undo()
+    found = ask(paths, slurm, [job_id])
+    assert found.node_hours is not None and found.node_hours.hours == pytest.approx(3.0, abs=0.1)
+    assert "nothing for 60 min" in found.verdict.warnings[0]
+    slurm.forget(job_id)
+    found = ask(paths, slurm, [job_id])
+    assert found.node_hours is not None and found.node_hours.hours == 0.0  # nobody knows for how long it ran
 
 
 def test_queued_after_an_earlier_job_has_ended(paths: RunPaths) -> None:
