@@ -198,11 +198,12 @@ def _controller_lost(story: RunStory, attempt: int) -> float | None:
 
 
 def _usage(attempts: Sequence[Attempt], view: SchedulerView, now: float) -> list[OwnUsage]:
-    """An attempt without an end lasts until now while Slurm says that its job runs, else until its last event."""
-    running = {c.job_id for c in view.components if c.state == "RUNNING"}
+    """An attempt that recorded no end lasts as long as Slurm says of its job, else until its last event."""
+    by_slurm = {c.job_id: now if c.state == "RUNNING" else c.end_time for c in view.components if c.state != "PENDING"}
     usage = []
     for a in attempts:
-        end = now if a.end is None and a is attempts[-1] and a.job_id in running else a.end or a.last_seen
+        killed = by_slurm.get(a.job_id or 0) if a is attempts[-1] else None  # earlier ones: of an earlier start
+        end = a.end or killed or a.last_seen
         if a.start is not None and end is not None and a.nodes:
             usage.append(OwnUsage(attempt=a.number, job_id=a.job_id, seconds=max(0.0, end - a.start), nodes=a.nodes))
     return usage

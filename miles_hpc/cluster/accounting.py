@@ -38,7 +38,7 @@ class OwnUsage:
 
     attempt: int
     job_id: int | None
-    seconds: float  # from its first event to its end, to now, or to its last event
+    seconds: float  # from its first event to its end as far as that is known
     nodes: int
 
 

@@ -97,6 +97,9 @@ def test_a_silent_job_goes_on_costing(paths: RunPaths, monkeypatch: pytest.Monke
     found = ask(paths, slurm, [job_id])
     assert found.node_hours is not None and found.node_hours.hours == pytest.approx(3.0, abs=0.1)
     assert "nothing for 60 min" in found.verdict.warnings[0]
+    slurm.jobs[job_id] = [replace(c, state="CANCELLED", end_time=hour_ago + 1800) for c in slurm.jobs[job_id]]
+    found = ask(paths, slurm, [job_id])
+    assert found.node_hours is not None and found.node_hours.hours == pytest.approx(1.5, abs=0.1)
     slurm.forget(job_id)
     found = ask(paths, slurm, [job_id])
     assert found.node_hours is not None and found.node_hours.hours == 0.0  # nobody knows for how long it ran
