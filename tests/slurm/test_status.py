@@ -18,6 +18,7 @@ import pytest
 
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.slurm import Slurm, SlurmError
+from miles_hpc.cluster.submit import submit_prepared
 from tests.slurm.conftest import fresh_box, until
 from tests.slurm.test_submit import Launch
 from tools.slurm_box import Box, BoxSpec
@@ -162,6 +163,19 @@ def test_a_requeued_job_is_told_from_a_new_one(run: Status) -> None:
     assert len(facts["attempts"]) == 2
     run.slurm.cancel(job_id)
     assert "Slurm says CANCELLED" in run.await_state("CANCELLED")["job"]["evidence"]
+
+
+def test_a_follow_up_job_waits_behind_the_running_one(run: Status) -> None:
+    first = run.submit(SUPERVISOR, "--set", "job.time=00:05:00")
+    run.await_state("RUNNING")
+    second = submit_prepared(run.paths, run.slurm, dependency=f"afterany:{first}")
+    facts = run.facts()
+    assert (facts["job"]["job_id"], facts["job"]["state"]) == (first, "RUNNING")
+    assert (facts["follow_up"]["job_id"], facts["follow_up"]["state"]) == (second, "QUEUED")
+    assert f"it starts after another job; waiting helps (afterany:{first}" in facts["follow_up"]["evidence"]
+    run.end("continue", "the allocation ends", 10)
+    until(lambda: run.facts()["job"]["job_id"] == second, "the follow-up's turn", 60.0)
+    assert run.facts()["follow_up"] is None
 
 
 def test_a_vanished_job_is_known_by_sacct(counted: Status, counting_box: Box) -> None:
