@@ -130,6 +130,7 @@ class TermLoop:
             on_message=self._on_message,
             on_joined=self._on_joined,
             on_lost=self._on_lost,
+            on_notice=self._on_notice,
         )
         self._fleet = EngineFleet(
             self._members.endpoint, events, deadline_s=run.control.call_deadline_s, changed=self._members.touch
@@ -551,10 +552,20 @@ class TermLoop:
             self._fleet.lose_host(peer.name)
             self._dispatch.lose_host(peer.name)
 
+    def _on_notice(self, peer: PeerIdentity, notice: str) -> None:
+        """Slurm tells steps of a preemption, and not the batch script: drain and save before the steps are killed."""
+        if not self._ending.is_set() and not self._closing:
+            self._events.note("notice", peer=peer.name, evidence=notice)
+            self._ending.set()
+
     def _on_lost(self, peer: PeerIdentity, evidence: str) -> None:
         if self._closing or self._broken.done():
             return
         if peer.role.startswith("trainer"):
+            # Where one srun starts all roles, the other ranks don't end with this one.
+            self._ask_supervisor(
+                RestartRole(role="trainer", incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
+            )
             self._events.verdict("rollback", to_step=self._checkpoints.newest_step, evidence=f"{peer.name}: {evidence}")
             self._broken.set_exception(TrainerLost(f"{peer.name}: {evidence}", peer.incarnation))
         elif peer.role == "rollout-agent":
