@@ -16,7 +16,7 @@ from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_site, resolved_toml, validate
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.site_rules import option_name, site_complaints
-from tests.unit.runs import make_gpu_run, make_site
+from tests.unit.runs import make_gpu_run, make_run, make_site
 
 BASE = """
 name = "base"
