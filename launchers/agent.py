@@ -83,8 +83,31 @@ def main() -> int:
         print(f"agent {name}: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
     except DeadlineExpired as error:
-        print(f"agent {name}: {error}", file=sys.stderr)
+        print(f"agent {name}: {error}", file=sys.stderr, flush=True)
+        release_job(run, site, paths, args.attempt)
         return exits.FAILED
+
+
+def release_job(run: RunConfig, site: SiteConfig, paths: RunPaths, attempt: int) -> None:
+    """In a job that outlives its batch host: ask for the next allocation when that is what took the controller."""
+    from miles_hpc.cluster.orphans import batch_host, release_orphaned_job
+    from miles_hpc.cluster.slurm import Slurm
+    from miles_hpc.control.terms import newest_attempt
+    from miles_hpc.core.layouts import roles_in_use
+
+    job_id, host = env.read("SLURM_JOB_ID"), batch_host(os.environ)
+    outlives = any(getattr(run.groups, role).spare_nodes for role in roles_in_use(run))
+    if job_id is None or not outlives or host == env.read("SLURMD_NODENAME"):
+        return
+    done = release_orphaned_job(
+        Slurm(),
+        job_id,
+        host,
+        requeue=site.requeue,
+        over=lambda: newest_attempt(paths) > attempt,
+        wait_s=run.control.start_deadline_s,
+    )
+    print(f"agent: {done or 'the job is left alone'}", file=sys.stderr, flush=True)
 
 
 def become_role(run: RunConfig, site: SiteConfig, args: argparse.Namespace) -> NoReturn:

@@ -10,7 +10,9 @@
 | cancel | miles-hpc cancel while the follow-up waits | nothing starts again; resume completes the run |
 | no-progress | every trainer start fails | the chain stops after two allocations and says why |
 | full-disk | no space in the middle of a save | the older checkpoint stays valid; complete once there is space |
+| bit-equal | deterministic mode, whole and in pieces with a killed rank | weights and optimizer bit-equal |
 | spare | a trainer's and a rollout's node lose power, with --no-kill and spares | same allocation goes on |
+| orphan | the batch host loses power under --no-kill, where Slurm lets the job go on | agents see to the next start |
 
 The audit: as many groups as asked for are trained, none lost, none twice on the final lineage; and no process
 of ours is left on the box. Exit code 0 when all hold.
@@ -22,6 +24,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,9 +35,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoints.manifest import list_checkpoints
 from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.telemetry import read_events
-from tools.kill_test import rl_step
+from tools.checkpoint_diff import diff, find_checkpoint
+from tools.kill_test import VICTIMS, processes, rl_step
 from tools.slurm_box import Box, BoxSpec
 
 LAYOUTS = ("hetjob", "hetjob_span", "split", "split_span")
@@ -53,6 +58,21 @@ SETTINGS = {
 }
 #: Steps that take five allocations of a minute on two cores: an engine's decoding step is held up.
 FIVE = {"rollout.n_steps": "75", "job.time": "00:01:00", "rollout.engine_step_interval_s": "0.08"}
+
+#: Deterministic mode: what is trained depends on the seed alone. No deadline that a busy machine might miss.
+DETERMINISTIC = {
+    "rollout.max_weight_staleness": "0",
+    "rollout.max_admitted_batches": "1.0",
+    "rollout.engine_batch_invariant": "true",
+    "rollout.sandbox_timeout_s": "60.0",
+    "rollout.trajectory_deadline_s": "300.0",
+    "rollout.n_steps": "30",
+    # enough of a warm start for rewards that differ: without, RL has no gradient and everything is equal to everything
+    "sft.steps": "60",
+    "sft.n_demonstrations": "200",
+    "sft.batch_size": "64",
+    "rollout.n_samples_per_prompt": "8",
+}
 
 FOLLOW_UP_SITE = 'name = "slurm_box_follow_up"\ninherits = "slurm_box"\nrequeue = false\n'
 
@@ -281,6 +301,41 @@ def spare(stage: Stage) -> None:
         raise MilesError(f"{len(stage.outcomes())} allocations: spares should have kept the first")
 
 
+def bit_equal(stage: Stage) -> None:
+    """The same run twice: whole, and in pieces of a minute with a killed trainer rank in between."""
+    stage.submit(**DETERMINISTIC, **{"job.time": "00:15:00"})
+    stage.complete(600)
+    whole = stage.run_dir.rename(stage.run_dir.with_name("whole"))
+    stage.submit(**DETERMINISTIC, **{"job.time": "00:01:00"})
+    stage.until(lambda: rl_step(stage.run_dir) >= 3, "steps before the kill", 240)
+    os.kill(processes(VICTIMS["rank"], stage.run_dir)[0], signal.SIGKILL)
+    stage.complete(900)
+    kept = [one.path for one in sorted(list_checkpoints(whole / "checkpoints"), key=lambda one: one.step)]
+    if diff(kept[0], kept[-1]).largest == 0.0:
+        raise MilesError("RL changed no weight: nothing was tested")
+    found = diff(find_checkpoint(whole), find_checkpoint(stage.run_dir))
+    stage.seen |= {
+        "allocations": len(stage.outcomes()),
+        "terms": len(list((stage.run_dir / "terms").glob("[0-9]*"))),
+        "tensors": found.tensors,
+        "elements": found.elements,
+        "different": len(found.different) + len(found.missing),
+        "largest": found.largest,
+    }
+    if not found.equal or stage.seen["allocations"] < 2:
+        raise MilesError(f"not the same: {stage.seen}: {found.different[:5]}")
+
+
+def orphan(stage: Stage) -> None:
+    stage.submit(**{"groups.trainer.spare_nodes": "1", "groups.sandbox.nodes": "2"})
+    stage.until(lambda: rl_step(stage.run_dir) >= 8, "steps before the cut", 120)
+    began = time.time()
+    stage.box.kill_node(stage.notes("allocation_start")[0]["hosts"]["trainer"][0])
+    stage.until(lambda: len(stage.notes("allocation_start")) >= 2, "the next allocation", 180)
+    stage.seen["restarted_s"] = round(stage.notes("allocation_start")[1]["t"] - began, 1)
+    stage.complete(240)
+
+
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "requeue": five,
     "follow-up": five,
@@ -292,6 +347,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "no-progress": no_progress,
     "full-disk": full_disk,
     "spare": spare,
+    "orphan": orphan,
+    "bit-equal": bit_equal,
 }
 #: Nodes for each: one more than the run takes where one is lost.
 NODES = {
@@ -299,6 +356,7 @@ NODES = {
     "trainer-power": "trainer:3,rollout:2,sandbox:1",
     "batch-power": "trainer:3,rollout:2,sandbox:1",
     "spare": "trainer:3,rollout:3,sandbox:2",
+    "orphan": "trainer:4,rollout:2,sandbox:2",
 }
 
 
