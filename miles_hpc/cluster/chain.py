@@ -11,6 +11,7 @@ batch host that loses power hands in nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "progress_of",
     "read_starts",
     "record_bad_nodes",
+    "record_outcome",
     "record_start",
     "set_cancelled",
 ]
@@ -118,6 +120,12 @@ def decide(
 def record_start(paths: RunPaths, start: AttemptStart) -> None:
     """Write attempts/<n>/start.json."""
     publish_bytes(paths.attempt_start(start.attempt), msgspec.json.encode(start))
+
+
+def record_outcome(paths: RunPaths, attempt: int, outcome: str, reason: str) -> None:
+    """Say how an attempt ended: completed, continue, failed, fenced, or stopped (no next one; the reason says why)."""
+    record = {"attempt": attempt, "outcome": outcome, "reason": reason, "time": time.time()}
+    publish_bytes(paths.outcome(attempt), msgspec.json.encode(record))
 
 
 def read_starts(paths: RunPaths) -> list[AttemptStart]:

@@ -27,9 +27,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import msgspec
-
-from checkpoints.publish import publish_bytes
+from miles_hpc.cluster.chain import record_outcome
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.control.membership import find_controller, overtaken
@@ -39,11 +37,10 @@ from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
 from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, ProtocolError
 from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole
-from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
 
-__all__ = ["Supervisor", "outcome_of", "record_outcome"]
+__all__ = ["Supervisor"]
 
 _CONNECT_S = 5.0
 _END_GRACE_S = 10.0
@@ -345,15 +342,3 @@ class Supervisor:
             self.terminated = self._ending = True  # nothing is started any more: Slurm ends the steps as well
         if self._controller is not None:
             self._controller.signal(signal.SIGUSR1 if soon else signal.SIGTERM)
-
-
-def record_outcome(paths: RunPaths, attempt: int, outcome: str, reason: str) -> None:
-    """Say how an attempt ended."""
-    record = {"attempt": attempt, "outcome": outcome, "reason": reason, "time": time.time()}
-    publish_bytes(paths.outcome(attempt), msgspec.json.encode(record))
-
-
-def outcome_of(record: bytes) -> dict[str, Any]:
-    """Parse an attempt's outcome.json."""
-    decoded: dict[str, Any] = msgspec.json.decode(record)
-    return decoded
