@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--host-prefix", default="", help="without Slurm: the host is the prefix and the rank plus one")
     args = parser.parse_args()
 
+    from miles_hpc.cluster.placement import task_environ
     from miles_hpc.control.agent import Agent, AgentIdentity
     from miles_hpc.control.auth import load_secret
     from miles_hpc.core.load import load_prepared
@@ -53,6 +54,8 @@ def main() -> int:
         run, site = load_prepared(paths.root)
         if args.role == "auto":
             become_role(run, site, args)
+        if args.span:
+            os.environ.update(task_environ(run, args.role))
         take_job_vni(site)
         secret = load_secret(paths.secret)
         rank = env.read("PMI_RANK") if args.host_prefix else env.read("SLURM_PROCID")

@@ -26,7 +26,16 @@ from miles_hpc.core.errors import UserError
 from miles_hpc.core.layouts import ROLES, is_split, layout_of, role_partition, roles_in_use
 from miles_hpc.core.site import Layout
 
-__all__ = ["Placement", "place", "role_environ", "role_of_node", "role_srun_args", "span_srun_args", "step_environ"]
+__all__ = [
+    "Placement",
+    "place",
+    "role_environ",
+    "role_of_node",
+    "role_srun_args",
+    "span_srun_args",
+    "step_environ",
+    "task_environ",
+]
 
 # What srun needs of the batch script's environment. All else that Slurm or a user's shell put there describes the first
 # component or other commands, and srun would take it for every step: tasks, CPUs, memory, GPUs, host file.
@@ -208,6 +217,11 @@ def _share(
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for srun, without what describes the batch script's own component or steers Slurm's commands."""
     return {key: value for key, value in environ.items() if not _INPUT.match(key) or _NEEDED.match(key)}
+
+
+def task_environ(run: RunConfig, role: str) -> dict[str, str]:
+    """What a task sets right after its start: in a step over components, Slurm 22.05 gives some the last one's."""
+    return {"SLURM_CPUS_PER_TASK": str(getattr(run.groups, role).cpus_per_task)}
 
 
 def role_environ(environ: Mapping[str, str], run: RunConfig, site: SiteConfig, roles: Sequence[str]) -> dict[str, str]:
