@@ -10,6 +10,7 @@
 | cancel | miles-hpc cancel while the follow-up waits | nothing starts again; resume completes the run |
 | no-progress | every trainer start fails | the chain stops after two allocations and says why |
 | full-disk | no space in the middle of a save | the older checkpoint stays valid; complete once there is space |
+| notice | 20 notices, SIGTERM to steps or SIGUSR2 to the batch script | how long until the state is durable |
 | bit-equal | deterministic mode, whole and in pieces with a killed rank | weights and optimizer bit-equal |
 | spare | a trainer's and a rollout's node lose power, with --no-kill and spares | same allocation goes on |
 | orphan | the batch host loses power under --no-kill, where Slurm lets the job go on | agents see to the next start |
@@ -23,8 +24,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -326,6 +329,31 @@ def bit_equal(stage: Stage) -> None:
         raise MilesError(f"not the same: {stage.seen}: {found.different[:5]}")
 
 
+def notice(stage: Stage) -> None:
+    """20 notices, one an allocation, at times that have nothing to do with steps: SIGTERM to the steps, as a preemption
+    sends it, or SIGUSR2 to the batch script, as before the limit."""
+    job = stage.submit(**{"rollout.n_steps": "2000", "job.time": "00:30:00"})
+    took: dict[str, list[float]] = {"TERM": [], "USR2": []}
+    rng = random.Random(7)
+    for n in range(20):
+        attempt, kind = len(stage.notes("allocation_start")), ("TERM", "USR2")[n % 2]
+        began = rl_step(stage.run_dir)
+        stage.until(lambda b=began: rl_step(stage.run_dir) >= b + 3, "steps of this allocation", 180)
+        time.sleep(2.0 * rng.random())
+        told = time.time()
+        stage.box.run("scancel", f"--signal={kind}", *(["--batch"] if kind == "USR2" else []), str(job))
+        stage.until(lambda t=told: any(c["t"] > t for c in stage.notes("checkpoint")), f"a save after {kind}", 60)
+        took[kind].append(round(min(c["t"] for c in stage.notes("checkpoint") if c["t"] > told) - told, 2))
+        if kind == "TERM":
+            stage.until(lambda a=attempt: len(stage.notes("allocation_start")) > a, "the next allocation", 120)
+    every = sorted(took["TERM"] + took["USR2"])
+    stage.seen |= {"notice_to_durable_s": took, "median": statistics.median(every), "max": every[-1]}
+    stage.cli("cancel", str(stage.run_dir))
+    stage.until(lambda: not stage.box.run("squeue", "-h", "-a", "-o", "%i").split(), "an empty queue", 90)
+    stage.cli("resume", str(stage.run_dir), "--set", f"rollout.n_steps={rl_step(stage.run_dir) + 4}")
+    stage.complete(240)
+
+
 def orphan(stage: Stage) -> None:
     stage.submit(**{"groups.trainer.spare_nodes": "1", "groups.sandbox.nodes": "2"})
     stage.until(lambda: rl_step(stage.run_dir) >= 8, "steps before the cut", 120)
@@ -348,6 +376,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "full-disk": full_disk,
     "spare": spare,
     "orphan": orphan,
+    "notice": notice,
     "bit-equal": bit_equal,
 }
 #: Nodes for each: one more than the run takes where one is lost.

@@ -106,6 +106,7 @@ class TermLoop:
         *,
         oldest_incarnation: dict[str, int],
         ending: asyncio.Event,
+        warned: asyncio.Event,
         remaining_s: Callable[[], float | None],
     ) -> None:
         self._run = run
@@ -113,6 +114,7 @@ class TermLoop:
         self._plan = plan
         self._events = events
         self._ending = ending
+        self._warned = warned
         self._remaining_s = remaining_s
         self._term = credentials.identity.term
         self._attempt = credentials.identity.attempt
@@ -232,8 +234,7 @@ class TermLoop:
         self._dispatch.start_producer(batches_left=lambda: self._last_step - self._buffer.formed_step)
         while self._step < self._last_step:
             await self._train_one_step()
-            if self._step % run.checkpoint.interval_steps == 0 and self._step < self._last_step:
-                await self._save(wait=False)
+            await self._save_if_due(self._step % run.checkpoint.interval_steps == 0 or self._warned.is_set())
         self._dispatch.close()
         if self._evaluations <= 1 and run.eval.n_episodes and run.rollout.n_steps:
             await self._evaluate("after")
@@ -294,6 +295,7 @@ class TermLoop:
             chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, step, self._run.seed)]
             items = [item for group in chosen for item in train_items(group, [1.0])]
             await self._optimizer_step(step, "sft", items, sft_lr(sft, step), {})
+            await self._save_if_due(self._warned.is_set())
 
     # ------------------------------------------------------------------------------------------ RL
 
@@ -442,6 +444,11 @@ class TermLoop:
         self._events.note("evaluation", step=self._step, when=when, n=len(groups), mean=mean, by_label=by_label)
 
     # ------------------------------------------------------------------------------------------ saving, ending
+
+    async def _save_if_due(self, due: bool) -> None:
+        if due and self._step < self._last_step:
+            self._warned.clear()
+            await self._save(wait=False)
 
     async def _save(self, *, wait: bool) -> None:
         """Start a checkpoint of the current step; with `wait` return when its manifest is published."""
