@@ -54,6 +54,7 @@ class AttemptStart(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: int
     job_id: int | None
+    restart: int = 0  # how often Slurm had restarted the job; with job_id the allocation
     time: float
     progress: Progress
 
@@ -82,15 +83,19 @@ def progress_of(paths: RunPaths) -> Progress:
 
 
 def idle_attempts(starts: Sequence[AttemptStart], now: Progress, *, first: int = 1) -> int:
-    """How many attempts in a row, up to the newest one started, have left the run where they found it.
+    """How many allocations in a row, up to the newest one started, have left the run where they found it.
 
-    `now` is the progress after the newest; attempts before `first` belong to an earlier submission and don't count.
+    `now` is the progress after the newest; attempts before `first` belong to an earlier submission and don't count. A
+    supervisor that was killed and started again in its job makes a new attempt, but of the same allocation.
     """
+    found: dict[tuple[int | None, int], Progress] = {}  # of each allocation, oldest first
+    for start in sorted((s for s in starts if s.attempt >= first), key=lambda s: s.attempt):
+        found.setdefault((start.job_id, start.restart), start.progress)
     idle, after = 0, now
-    for start in sorted((s for s in starts if s.attempt >= first), key=lambda s: s.attempt, reverse=True):
-        if after > start.progress:
+    for progress in reversed(found.values()):
+        if after > progress:
             break
-        idle, after = idle + 1, start.progress
+        idle, after = idle + 1, progress
     return idle
 
 
@@ -105,8 +110,8 @@ def decide(
         stood = "before its first checkpoint" if now.step < 0 else f"at step {now.step}"
         return Decision(
             False,
-            f"{idle} allocations in a row made no progress: the run stands {stood}: look at the logs of attempts "
-            f"{attempt - idle + 1} to {attempt}, mend the cause, then 'miles-hpc resume'",
+            f"{idle} allocations in a row made no progress: the run stands {stood}: look at the logs of the last "
+            f"attempts, up to {attempt}, mend the cause, then 'miles-hpc resume'",
         )
     if attempt >= job.max_allocations:
         last = f"allocation {attempt} was the last of job.max_allocations = {job.max_allocations}"

@@ -19,14 +19,22 @@ from miles_hpc.cluster.chain import (
     record_start,
 )
 from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.cluster.submit import adopt_follow_up, drop_follow_up, read_first_attempt, submit_follow_up
+from miles_hpc.cluster.submit import (
+    adopt_follow_up,
+    drop_follow_up,
+    read_first_attempt,
+    read_follow_up,
+    submit_follow_up,
+)
 from miles_hpc.core import env, exits
 from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.paths import RunPaths
 
 __all__ = ["Chain"]
 
+_BACK_IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING", "SPECIAL_EXIT")
 #: How long Slurm may take to say as what a job ends that got SIGTERM.
 _STATE_S = 10.0
 
@@ -45,6 +53,7 @@ class Chain:
         self._attempt = attempt
         self._first = read_first_attempt(paths)
         self._wanted = True  # whether there is to be a next allocation
+        self._requeued = False  # by Slurm, after a lost node or a preemption
 
     def begin(self) -> str:
         """Record the start and hand in the follow-up where jobs aren't requeued; returns why this mustn't start."""
@@ -63,9 +72,17 @@ class Chain:
             return before.why
         record_start(
             self._paths,
-            AttemptStart(attempt=self._attempt, job_id=self._job_id, time=time.time(), progress=progress),
+            AttemptStart(
+                attempt=self._attempt,
+                job_id=self._job_id,
+                restart=env.read("SLURM_RESTART_COUNT"),
+                time=time.time(),
+                progress=progress,
+            ),
         )
-        if not self._site.requeue and self._attempt < self._run.job.max_allocations:
+        # One may wait already, when this supervisor takes over from one that was killed.
+        waits = self._site.requeue or read_follow_up(self._paths) is not None
+        if not waits and self._attempt < self._run.job.max_allocations:
             self._hand_in()
         return ""
 
@@ -84,9 +101,12 @@ class Chain:
         if code not in (exits.NEXT_ALLOCATION, exits.FAILED):
             self._wanted = False
             return
-        if terminated and self._ended_by_owner():
-            self._stop("the job was cancelled")
-            return
+        if terminated:
+            fate = self._fate()
+            if fate.startswith("CANCELLED"):
+                self._stop("the job was cancelled")
+                return
+            self._requeued = fate in _BACK_IN_QUEUE
         decision = decide(
             self._run.job,
             read_starts(self._paths),
@@ -115,6 +135,8 @@ class Chain:
         if not self._wanted:
             drop_follow_up(self._paths, self._slurm)
             return
+        if self._requeued:
+            return
         if not self._site.requeue:
             if bad_nodes(self._paths):  # it was handed in before they were known
                 drop_follow_up(self._paths, self._slurm)
@@ -126,6 +148,8 @@ class Chain:
         try:
             self._slurm.requeue(self._job_id)  # Slurm ends this script now
         except MilesError as error:
+            if self._fate() in _BACK_IN_QUEUE:
+                return
             print(f"supervisor: {error}: handing in a follow-up job instead", file=sys.stderr, flush=True)
             self._hand_in()
 
@@ -140,15 +164,18 @@ class Chain:
         print(f"supervisor: no next allocation: {why}", flush=True)
         record_outcome(self._paths, self._attempt, "stopped", why)
 
-    def _ended_by_owner(self) -> bool:
-        """Whether somebody cancelled the job: the time limit, a preemption and a lost node send SIGTERM too."""
-        until = time.monotonic() + _STATE_S
-        while time.monotonic() < until:
+    def _fate(self) -> str:
+        """As what Slurm lists a job that got SIGTERM, once it isn't running any more; "" when it doesn't say.
+
+        The owner's cancel, the time limit, a preemption and a lost node all send that signal.
+        """
+        deadline = Deadline(_STATE_S, "Slurm's word on this job")
+        while not deadline.expired:
             try:
-                states = self._slurm.state(self._job_id)
+                state = next(iter(self._slurm.state(self._job_id)), "")
             except MilesError:
-                states = []
-            if states and states[0] not in ("RUNNING", "COMPLETING"):
-                return states[0].startswith("CANCELLED")
+                state = ""
+            if state not in ("", "RUNNING", "COMPLETING"):
+                return state
             time.sleep(0.5)
-        return False
+        return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoints.manifest import Counters, JournalPosition, Manifest, extend_lineage, publish_manifest
@@ -29,7 +30,8 @@ from miles_hpc.core.paths import RunPaths
 def starts(*steps: int) -> list[AttemptStart]:
     """Attempts 1, 2, ... that started at these steps."""
     return [
-        AttemptStart(attempt=n, job_id=7, time=float(n), progress=Progress(step)) for n, step in enumerate(steps, 1)
+        AttemptStart(attempt=n, job_id=7, restart=n, time=float(n), progress=Progress(step))
+        for n, step in enumerate(steps, 1)
     ]
 
 
@@ -52,6 +54,12 @@ def test_attempts_in_a_row_without_progress(began: list[int], now: int, first: i
     assert idle_attempts(starts(*began), Progress(now), first=first) == idle
 
 
+def test_supervisors_of_one_allocation_count_once() -> None:
+    one = [msgspec.structs.replace(start, restart=0) for start in starts(5, 5, 5)]
+    assert idle_attempts(one, Progress(5)) == 1
+    assert idle_attempts([*one, msgspec.structs.replace(starts(5, 5, 5, 5)[3], restart=1)], Progress(5)) == 2
+
+
 def test_an_evaluation_is_progress_too() -> None:
     assert Progress(4, 1) > Progress(4, 0) > Progress(3, 9)
     assert idle_attempts(starts(4), Progress(4, 1)) == 0
@@ -64,7 +72,7 @@ def test_reasons_to_stop() -> None:
     idle = decide(job, starts(-1, 5, 5), Progress(5), attempt=3, first=1, cancelled=False)
     assert not idle.go
     assert idle.why.startswith("2 allocations in a row made no progress: the run stands at step 5: look at the logs")
-    assert "attempts 2 to 3" in idle.why
+    assert "up to 3, mend the cause" in idle.why
     none = decide(job, starts(-1, -1), Progress(), attempt=2, first=1, cancelled=False)
     assert "before its first checkpoint" in none.why
     last = decide(job, starts(1, 2, 3, 4), Progress(5), attempt=4, first=1, cancelled=False)
