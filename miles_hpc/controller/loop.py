@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
+from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import DurableJournal
@@ -478,10 +479,11 @@ class TermLoop:
     async def _check_allocation(self) -> None:
         """Drain, save and raise AllocationEnds when one more step and a save don't fit, or when told to."""
         remaining = self._remaining_s()
-        reserve = _END_MARGIN_S + _DRAIN_S + 1.5 * self._step_s + 2.0 * self._checkpoints.longest_s
-        if not self._ending.is_set() and (remaining is None or remaining > reserve):
+        step_s, save_s = 1.5 * self._step_s, 2.0 * self._checkpoints.longest_s  # both vary, and a late save is none
+        fits = remaining is None or should_continue(remaining, step_s, save_s, _END_MARGIN_S + _DRAIN_S)
+        if fits and not self._ending.is_set():
             return
-        self._events.note("drain", remaining_s=remaining, reserve_s=reserve)
+        self._events.note("drain", remaining_s=remaining, step_s=step_s, save_s=save_s)
         if not self._loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
             raise AllocationEnds(f"allocation {self._attempt} ends before its trainer was ready: step {self._step}")
         await self._dispatch.drain(_DRAIN_S)
