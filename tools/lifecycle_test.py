@@ -7,7 +7,7 @@
 | requeue, follow-up | the run needs five allocations of a minute | nobody's hand between them |
 | rollout-power, trainer-power, batch-power | power cut of a node | goes on by itself |
 | preempt | a job of a partition with priority takes the nodes | saved before the end, requeued, complete |
-| cancel, scancel | miles-hpc cancel, or scancel of the job, while the follow-up waits | nothing starts again; then resume |
+| cancel, scancel | miles-hpc cancel, or scancel of the job; a follow-up waits | nothing starts again; then resume |
 | no-progress | every trainer start fails | the chain stops after two allocations and says why |
 | full-disk | no space in the middle of a save | the older checkpoint stays valid; complete once there is space |
 | notice | 20 notices, SIGTERM to steps or SIGUSR2 to the batch script | how long until the state is durable |
