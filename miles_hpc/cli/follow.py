@@ -38,11 +38,16 @@ def _job_state(paths: RunPaths) -> Callable[[RunStory], JobVerdict | None] | Non
     """Asks where the run's job stands, as `status` does; None for a run without one."""
     from miles_hpc.cli.standing import Witnesses
     from miles_hpc.cluster.slurm import Slurm
-    from miles_hpc.cluster.submit import read_jobs
+    from miles_hpc.cluster.submit import read_follow_up, read_jobs
     from miles_hpc.core.load import load_prepared
 
     if not read_jobs(paths):
         return None
     run, _ = load_prepared(paths.root)
     witnesses = Witnesses(run, paths, Slurm(timeout_s=10.0))
-    return lambda story: witnesses.ask(read_jobs(paths), story, always_accounting=False).verdict
+
+    def ask(story: RunStory) -> JobVerdict:
+        follow_up = read_follow_up(paths)
+        return witnesses.ask(read_jobs(paths), story, follow_up=follow_up, always_accounting=False).verdict
+
+    return ask

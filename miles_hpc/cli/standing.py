@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from miles_hpc.cli.story import Allocation, RunStory, role_of
 from miles_hpc.cluster.accounting import AccountingRecord, NodeHours, OwnUsage, newest_start, spent
+from miles_hpc.cluster.chain import AttemptStart, read_starts
 from miles_hpc.cluster.job_state import AccountingView, JobVerdict, OwnRecords, SchedulerView, judge
 from miles_hpc.cluster.slurm import ComponentState
 from miles_hpc.core.config import RunConfig
@@ -42,6 +43,7 @@ class Attempt:
 
     number: int
     job_id: int | None
+    restart: int | None  # which start of the job it was
     start: float | None
     end: float | None
     last_seen: float | None
@@ -72,8 +74,10 @@ class Witnesses:
         self._records: list[AccountingRecord] = []
         self._no_accounting = ""
 
-    def ask(self, jobs: Sequence[int], story: RunStory, *, always_accounting: bool = True) -> Standing:
-        """Where the run stands; `jobs` are the leaders' ids of its submissions, oldest first.
+    def ask(
+        self, jobs: Sequence[int], story: RunStory, *, follow_up: int | None = None, always_accounting: bool = True
+    ) -> Standing:
+        """Where the run stands; `jobs` are the leaders' ids of its jobs, oldest first, and `follow_up` the next one's.
 
         Without `always_accounting` sacct is asked only about a job that slurmctld doesn't tell of.
         """
@@ -83,10 +87,12 @@ class Witnesses:
         current = jobs[-1] if jobs else None
         view = SchedulerView() if current is None else self._components(current)
         behind: tuple[int, SchedulerView] | None = None
-        if current is not None and len(jobs) > 1 and {c.state for c in view.components} == {"PENDING"}:
-            earlier = self._components(jobs[-2])
-            if any(c.active for c in earlier.components):
-                behind, current, view = (current, view), jobs[-2], earlier
+        if follow_up is not None and not view.failure:
+            behind = (follow_up, self._components(follow_up))
+            if not any(c.active for c in view.components) and any(c.active for c in behind[1].components):
+                (current, view), behind = behind, None  # its turn has come
+            elif not behind[1].components:
+                behind = None
         if jobs and (always_accounting or not view.components):
             self._ask_accounting(jobs)
         accounting = self._accounting_of(current)
@@ -130,11 +136,12 @@ def attempts_of(paths: RunPaths, story: RunStory) -> tuple[Attempt, ...]:
     """All attempts by their folders and by the events; the outcome file counts where events lack the end."""
     allocations = {a.attempt: a for a in story.allocations}
     folders = {int(path.name) for path in paths.attempts.glob("[0-9]*") if path.is_dir() and path.name.isdigit()}
+    starts = {start.attempt: start for start in read_starts(paths)}
     steps: dict[int, list[int]] = {}
     for step in story.steps:
         steps.setdefault(step.attempt, []).append(step.step)
     return tuple(
-        _attempt(number, paths, allocations.get(number), tuple(steps.get(number, ())))
+        _attempt(number, paths, allocations.get(number), starts.get(number), tuple(steps.get(number, ())))
         for number in sorted(folders | allocations.keys())
         if number > 0
     )
@@ -152,6 +159,7 @@ def own_records(run: RunConfig, story: RunStory, attempts: Sequence[Attempt]) ->
         complete=complete,
         attempt=newest.number,
         job_id=newest.job_id,
+        restart=newest.restart,
         started=newest.start,
         ready=joined >= {"trainer", "rollout"} or bool(newest.steps),
         ended=newest.end,
@@ -162,17 +170,20 @@ def own_records(run: RunConfig, story: RunStory, attempts: Sequence[Attempt]) ->
     )
 
 
-def _attempt(number: int, paths: RunPaths, allocation: Allocation | None, steps: tuple[int, ...]) -> Attempt:
+def _attempt(
+    number: int, paths: RunPaths, allocation: Allocation | None, begun: AttemptStart | None, steps: tuple[int, ...]
+) -> Attempt:
     record = _outcome(paths, number)
     ended = record.get("time")
+    end = float(ended) if isinstance(ended, int | float) else None
     hosts = {host for of in allocation.hosts.values() for host in of} if allocation is not None else set()
+    job_id = int(allocation.job_id) if allocation is not None and allocation.job_id.isdigit() else None
     return Attempt(
         number=number,
-        job_id=int(allocation.job_id) if allocation is not None and allocation.job_id.isdigit() else None,
-        start=None if allocation is None else allocation.start,
-        end=allocation.end
-        if allocation is not None and allocation.end is not None
-        else (float(ended) if isinstance(ended, int | float) else None),
+        job_id=job_id if begun is None else begun.job_id,
+        restart=None if begun is None else begun.restart,
+        start=allocation.start if allocation is not None else (None if begun is None else begun.time),
+        end=allocation.end if allocation is not None and allocation.end is not None else end,
         last_seen=None if allocation is None else allocation.closed,
         nodes=len(hosts),
         outcome=str(record.get("outcome") or (allocation.outcome if allocation is not None else "")),

@@ -16,7 +16,7 @@ from miles_hpc.cli.wording import duration
 from miles_hpc.cluster.job_state import JobState, JobVerdict
 from miles_hpc.cluster.lifecycle import format_time
 from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.cluster.submit import read_jobs
+from miles_hpc.cluster.submit import read_follow_up, read_jobs
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
@@ -27,7 +27,7 @@ __all__ = ["main"]
 _ROUTINE = ("engine_synced", "joined", "dropped")
 #: States in which the newest attempt hasn't ended, whoever says so.
 _ALIVE = (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED)
-_OUTCOMES = {"continue": "state saved", "": "no outcome recorded"}
+_OUTCOMES = {"continue": "state saved", "stopped": "no next one", "": "no outcome recorded"}
 #: Of each question to Slurm. With slurmctld gone, scontrol 22.05.8 gave up by itself after 8 s.
 _TIMEOUT_S = 10.0
 
@@ -36,7 +36,8 @@ def main(args: argparse.Namespace) -> int:
     paths = find_run_dir(args.run_dir)
     run, site = load_prepared(paths.root)
     story = reduce_events(EventTail(paths.events).read())
-    standing = Witnesses(run, paths, Slurm(timeout_s=_TIMEOUT_S)).ask(read_jobs(paths), story)
+    witnesses = Witnesses(run, paths, Slurm(timeout_s=_TIMEOUT_S))
+    standing = witnesses.ask(read_jobs(paths), story, follow_up=read_follow_up(paths))
     if args.json:
         print(json.dumps(_facts(run, site, paths, story, standing), indent=2))
         return 0
@@ -72,7 +73,7 @@ def _attempt_rows(run: RunConfig, standing: Standing) -> list[tuple[str, str]]:
     attempts = standing.attempts
     if not attempts:
         return [("attempts", f"none yet, of {run.job.max_allocations} at most")]
-    used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state == JobState.PAUSED
+    used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state in (JobState.PAUSED, JobState.HALTED)
     more = ": 'miles-hpc resume' needs --set job.max_allocations=N" if used_up else ""
     rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most{more}")]
     lives = standing.verdict.state in _ALIVE and not standing.verdict.warnings

@@ -42,6 +42,7 @@ class JobState(StrEnum):
     ENDING = "ENDING"
     COMPLETED = "COMPLETED"  # the run is, by its own records
     PAUSED = "PAUSED"  # state is saved, no next allocation is queued
+    HALTED = "HALTED"  # by the chain's own rules: no progress, or the budget of allocations is used up
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
     NODE_FAIL = "NODE_FAIL"
@@ -56,7 +57,7 @@ class JobState(StrEnum):
 
 #: Ends by what tells most of the cause: a component that failed takes the others along as CANCELLED.
 _ENDS = ("NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "TIMEOUT", "PREEMPTED", "DEADLINE", "FAILED", "CANCELLED")
-_OVER = frozenset({*_ENDS, "COMPLETED", "PAUSED", "ENDED"})
+_OVER = frozenset({*_ENDS, "COMPLETED", "PAUSED", "HALTED", "ENDED"})
 #: Ends that Slurm knows better than the run, which was only killed.
 _FROM_OUTSIDE = frozenset(_ENDS) - {"FAILED"}
 
@@ -84,10 +85,11 @@ class OwnRecords:
     complete: bool = False  # the run, not only the attempt
     attempt: int = 0  # 0 = none yet
     job_id: int | None = None  # whose start the attempt was
+    restart: int | None = None  # which start of that job: how often Slurm had restarted it; None = not recorded
     started: float | None = None
     ready: bool = False  # the controller has had trainer and rollout in it
     ended: float | None = None
-    outcome: str = ""  # completed | continue | failed | fenced
+    outcome: str = ""  # completed | continue | stopped | failed | fenced
     reason: str = ""
     last_event: float | None = None
     controller_lost: float | None = None  # hosts lost the controller then, and it has written nothing since
@@ -205,7 +207,10 @@ class _Listed:
         return self._say(JobState.RUNNING if own.ready else JobState.STARTING, evidence, *warnings)
 
     def _own_of_this_start(self) -> OwnRecords:
-        if not any(c.restarts for c in self.components):
+        restarts = self.components[0].restarts
+        if self.own.restart is not None and not self.own.complete:
+            return self.own if self.own.restart == restarts else OwnRecords(silent_after_s=self.own.silent_after_s)
+        if not restarts:
             return self.own
         starts = [c.start_time for c in self.components if c.start_time is not None and c.state != "PENDING"]
         return _of_this_start(self.own, min(starts, default=None))
@@ -269,7 +274,7 @@ def _unlisted(
     sacct = f"sacct says {'/'.join(sorted(states))}, which may lag" if states else _no_records(accounting)
     age = None if own.last_event is None else now - own.last_event
     fresh = age is not None and age <= own.silent_after_s
-    if own.outcome == "failed" or (own.outcome and not away):
+    if own.outcome in ("failed", "stopped") or (own.outcome and not away):
         found = _ended(job_id, [], own, "")
         return replace(found, evidence=f"{found.evidence}; {slurm}; {sacct}")
     if own.outcome:
@@ -322,6 +327,8 @@ def _ended(job_id: int | None, ends: Sequence[tuple[str, str]], own: OwnRecords,
         return JobVerdict(job_id, JobState.PAUSED, f"{evidence}; {go_on}")
     if word in _FROM_OUTSIDE:
         return JobVerdict(job_id, JobState(word), evidence)
+    if own.outcome == "stopped":
+        return JobVerdict(job_id, JobState.HALTED, evidence)
     if word == "FAILED" or own.outcome == "failed":
         return JobVerdict(job_id, JobState.FAILED, evidence)
     if word == "COMPLETED":
@@ -331,7 +338,11 @@ def _ended(job_id: int | None, ends: Sequence[tuple[str, str]], own: OwnRecords,
 
 def _told(own: OwnRecords) -> str:
     """The attempt's own account of its end."""
-    words = {"continue": "ended with its state saved", "completed": "completed the run"}
+    words = {
+        "continue": "ended with its state saved",
+        "completed": "completed the run",
+        "stopped": "was the last of its chain",
+    }
     end = words.get(own.outcome, own.outcome or "ended")
     return f"attempt {own.attempt} {end}" + (f": {own.reason}" if own.reason else "")
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.cluster.hetjob import HetJobPlan, job_roles
+from miles_hpc.cluster.job_plan import JobPlan, tasks_per_node
 from miles_hpc.cluster.lifecycle import format_time, parse_time
 from miles_hpc.cluster.site_facts import unknown_facts
 from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.layouts import is_split, role_partition, roles_in_use
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.validate import partition_of
 
 __all__ = ["JobSummary", "RoleSummary", "summarise_job"]
 
@@ -39,6 +39,7 @@ class RoleSummary:
 
     role: str
     nodes: int
+    spare_nodes: int  # beside `nodes`; they are paid for as well
     gpus_per_node: int
     cpus_per_node: int  # of those that are asked for
     partition: str  # "" = Slurm finds it
@@ -50,10 +51,12 @@ class RoleSummary:
 
     @property
     def text(self) -> str:
+        """Its nodes, GPUs, CPUs and where they are from."""
         nodes = _count(self.nodes, "node")
         gpus = f"{nodes} x {_count(self.gpus_per_node, 'GPU')} = {_count(self.gpus, 'GPU')}"
         parts = [gpus if self.gpus_per_node else f"{nodes} without GPUs", f"{_count(self.cpus_per_node, 'CPU')} a node"]
         parts.append(f"partition {self.partition}" if self.partition else "partition found by Slurm")
+        parts += [_count(self.spare_nodes, "spare node")] if self.spare_nodes else []
         return ", ".join([*parts, *([f"constraint {self.constraint}"] if self.constraint else [])])
 
 
@@ -66,24 +69,20 @@ class JobSummary:
     continues: bool  # an earlier submission's run
     site: str
     verified: str  # date of the site file's facts; "" = not stated
+    layout: str
     roles: tuple[RoleSummary, ...]
     components: int
+    nodes: int  # spare ones included
+    gpus: int  # of all nodes, also where a role doesn't use its nodes' GPUs
     account: str
     qos: str
     time: str  # as sbatch is given it
     signal_s: int
     max_allocations: int
+    max_idle_allocations: int  # so many in a row without progress end the chain
     requeues: bool  # itself; otherwise it submits a follow-up job
     places: dict[str, str]  # what: where, and how much of it is kept
     unknown: tuple[str, ...]  # facts of the site that matter for this job
-
-    @property
-    def nodes(self) -> int:
-        return sum(role.nodes for role in self.roles)
-
-    @property
-    def gpus(self) -> int:
-        return sum(role.gpus for role in self.roles)
 
     @property
     def hours(self) -> float | None:
@@ -108,6 +107,7 @@ class JobSummary:
                 f"{_count(self.max_allocations, 'allocation')} in the run's life: {self._cost(self.max_allocations)}",
             ),
             ("at the end", self._end()),
+            ("breaker", f"{_count(self.max_idle_allocations, 'allocation')} in a row without progress ends the chain"),
             *self.places.items(),
         ]
         rows += [("not known" if i == 0 else "", fact) for i, fact in enumerate(self.unknown)]
@@ -126,9 +126,11 @@ class JobSummary:
             "continues": self.continues,
             "site": self.site,
             "site_verified": self.verified or None,
+            "layout": self.layout,
             "roles": {
                 role.role: {
                     "nodes": role.nodes,
+                    "spare_nodes": role.spare_nodes,
                     "gpus_per_node": role.gpus_per_node,
                     "gpus": role.gpus,
                     "cpus_per_node": role.cpus_per_node,
@@ -146,6 +148,7 @@ class JobSummary:
             "max_allocations": self.max_allocations,
             "max_node_hours": None if in_all is None else in_all * self.nodes,
             "max_gpu_hours": None if in_all is None else in_all * self.gpus,
+            "max_idle_allocations": self.max_idle_allocations,
             "next_allocation": "requeue" if self.requeues else "follow-up job",
             "places": self.places,
             "unknown": list(self.unknown),
@@ -153,8 +156,9 @@ class JobSummary:
 
     def _in_all(self) -> str:
         text = f"{_count(self.nodes, 'node')}, {_count(self.gpus, 'GPU') if self.gpus else 'no GPUs'}"
+        text += f", layout {self.layout}"
         if self.components > 1:  # each component is a job of its own to the limits on a user's jobs
-            text += f", one job of {self.components} components, which limits on jobs count as {self.components}"
+            text += f": {self.components} components, which limits on jobs count as {self.components}"
         return text
 
     def _cost(self, allocations: int) -> str:
@@ -175,12 +179,14 @@ class JobSummary:
         return f"{saved}; while steps are left, {then}"
 
 
-def summarise_job(
-    run: RunConfig, site: SiteConfig, plan: HetJobPlan, paths: RunPaths, *, continues: bool
-) -> JobSummary:
+def summarise_job(run: RunConfig, site: SiteConfig, plan: JobPlan, paths: RunPaths, *, continues: bool) -> JobSummary:
     """The summary of a submission whose run and site have passed `validate`. Raises UserError for a malformed time."""
-    partitions = {component.role: component.partition for component in plan.components}
-    roles = tuple(_role(run, site, role, partitions.get(role, "")) for role in job_roles(run))
+    partitions = {role: component.partition for component in plan.components for role in component.roles}
+    roles = tuple(_role(run, site, role, partitions[role]) for role in roles_in_use(run))
+    per_node = max(role.gpus_per_node for role in roles)  # in a split job every node is asked for as many
+    gpus = [
+        (role.nodes + role.spare_nodes) * (per_node if is_split(plan.layout) else role.gpus_per_node) for role in roles
+    ]
     interval = run.checkpoint.interval_steps
     return JobSummary(
         run=run.name,
@@ -188,13 +194,17 @@ def summarise_job(
         continues=continues,
         site=site.name,
         verified=site.verified,
+        layout=plan.layout,
         roles=roles,
         components=len(plan.components),
+        nodes=sum(component.nodes for component in plan.components),
+        gpus=sum(gpus),
         account=run.job.account,
         qos=run.job.qos,
         time=run.job.time,
         signal_s=run.job.signal_s,
         max_allocations=run.job.max_allocations,
+        max_idle_allocations=run.job.max_idle_allocations,
         requeues=site.requeue,
         places={
             "output": f"{paths.attempts}/slurm-<job id>.out",
@@ -208,13 +218,13 @@ def summarise_job(
 
 def _role(run: RunConfig, site: SiteConfig, role: str, partition: str) -> RoleSummary:
     group = getattr(run.groups, role)
-    stated = partition_of(site, role, group)
-    ranks = group.ranks_per_node if role == "trainer" else 1  # other roles have one agent a node
+    stated = role_partition(run, site, role)
     return RoleSummary(
         role=role,
         nodes=group.nodes,
+        spare_nodes=group.spare_nodes,
         gpus_per_node=group.gpus_per_node,
-        cpus_per_node=group.cpus_per_task * ranks,
+        cpus_per_node=group.cpus_per_task * tasks_per_node(run, role),
         partition=partition,
         constraint=group.constraint or (stated.constraint if stated is not None else ""),
     )

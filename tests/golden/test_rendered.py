@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.cluster.hetjob import plan_job
+from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.job_summary import summarise_job
 from miles_hpc.cluster.render import render_job
 from miles_hpc.cluster.site import data_folder, source_root
@@ -71,6 +71,17 @@ SUMMARIES = {
             "job.time=30",
             "job.max_allocations=1",
             "groups.sandbox.nodes=0",
+        ],
+    ),
+    "gb300_split_with_a_spare": (
+        "generic_gb300_nvl72",
+        [
+            "groups.trainer.gpus_per_node=4",
+            "groups.trainer.ranks_per_node=4",
+            "groups.trainer.spare_nodes=1",
+            "groups.rollout.gpus_per_node=4",
+            "groups.sandbox.nodes=0",
+            "job.layout=split",
         ],
     ),
     "without_a_limit": ("slurm_box", ["job.time=UNLIMITED"]),

@@ -18,7 +18,7 @@ import pytest
 
 from miles_hpc.cli.main import main
 from miles_hpc.cluster.slurm import Slurm, SlurmError
-from miles_hpc.cluster.submit import submit_prepared
+from miles_hpc.cluster.submit import submit_follow_up
 from tests.slurm.conftest import fresh_box, until
 from tests.slurm.test_submit import Launch
 from tools.slurm_box import Box, BoxSpec
@@ -168,7 +168,7 @@ def test_a_requeued_job_is_told_from_a_new_one(run: Status) -> None:
 def test_a_follow_up_job_waits_behind_the_running_one(run: Status) -> None:
     first = run.submit(SUPERVISOR, "--set", "job.time=00:05:00")
     run.await_state("RUNNING")
-    second = submit_prepared(run.paths, run.slurm, dependency=f"afterany:{first}")
+    second = submit_follow_up(run.paths, run.slurm, first)
     facts = run.facts()
     assert (facts["job"]["job_id"], facts["job"]["state"]) == (first, "RUNNING")
     assert (facts["follow_up"]["job_id"], facts["follow_up"]["state"]) == (second, "QUEUED")
@@ -176,6 +176,7 @@ def test_a_follow_up_job_waits_behind_the_running_one(run: Status) -> None:
     run.end("continue", "the allocation ends", 10)
     until(lambda: run.facts()["job"]["job_id"] == second, "the follow-up's turn", 60.0)
     assert run.facts()["follow_up"] is None
+    run.slurm.cancel(second)
 
 
 def test_a_vanished_job_is_known_by_sacct(counted: Status, counting_box: Box) -> None:

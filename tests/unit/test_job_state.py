@@ -198,6 +198,36 @@ ROWS = {
         JobState.PAUSED,
         ("ended with its state saved: time is up", "exit code 10", "'miles-hpc resume' continues"),
     ),
+    "the chain stopped itself": Row(
+        slurm("FAILED", exit_code="10:0"),
+        DISABLED,
+        own(ended=NOW, outcome="stopped", reason="2 allocations in a row made no progress"),
+        JobState.HALTED,
+        ("was the last of its chain: 2 allocations in a row made no progress", "exit code 10"),
+    ),
+    "vanished, the chain stopped itself": Row(
+        VANISHED, DISABLED, own(ended=NOW, outcome="stopped", reason="budget"), JobState.HALTED, ("chain: budget",)
+    ),
+    "away, the chain stopped itself": Row(
+        AWAY, DISABLED, own(ended=NOW, outcome="stopped", reason="budget"), JobState.HALTED, ("chain: budget",)
+    ),
+    "cancelled while the chain stopped": Row(
+        slurm("CANCELLED"),
+        DISABLED,
+        own(ended=NOW, outcome="stopped", reason="the job was cancelled"),
+        JobState.CANCELLED,
+        ("the job was cancelled; Slurm says CANCELLED",),
+    ),
+    "the attempt is of the start before": Row(
+        slurm("RUNNING", start_time=NOW - 5, restarts=1),
+        DISABLED,
+        own(restart=0, started=NOW - 9),
+        JobState.STARTING,
+        ("no attempt has begun",),
+    ),
+    "the attempt is of this start, whatever the clocks say": Row(
+        slurm("RUNNING", start_time=NOW + 100, restarts=1), DISABLED, own(restart=1), JobState.RUNNING, ("3 s ago",)
+    ),
     "failed, with its own reason": Row(
         slurm("FAILED", "FAILED", exit_code="1:0"),
         DISABLED,

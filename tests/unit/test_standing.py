@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from miles_hpc.cli.main import main
 from miles_hpc.cli.standing import Standing, Witnesses
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cluster.accounting import AccountingRecord
+from miles_hpc.cluster.chain import AttemptStart, Progress, record_start
 from miles_hpc.cluster.job_state import JobState
 from miles_hpc.cluster.slurm import ComponentState
 from miles_hpc.cluster.submit import prepare, read_jobs
@@ -49,7 +51,7 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def ask(paths: RunPaths, slurm: FakeSlurm, jobs: list[int], **options: bool) -> Standing:
+def ask(paths: RunPaths, slurm: FakeSlurm, jobs: list[int], **options: Any) -> Standing:
     witnesses = Witnesses(make_run(), paths, slurm)
     return witnesses.ask(jobs, reduce_events(read_events(paths.events)), **options)
 
@@ -76,14 +78,14 @@ def test_running_with_its_follow_up_behind_it(paths: RunPaths) -> None:
     log = begin(paths, 1, first)
     log.verdict("joined", peer="trainer-t1-0")
     log.verdict("joined", peer="rollout-r1-0")
-    found = ask(paths, slurm, [first, second])
+    found = ask(paths, slurm, [first], follow_up=second)
     assert (found.verdict.job_id, found.verdict.state) == (first, JobState.RUNNING)
     assert found.follow_up is not None
     assert (found.follow_up.job_id, found.follow_up.state) == (second, JobState.QUEUED)
     assert [c.name for c in found.components] == ["tiny-trainer", "tiny-rollout"]
     assert found.time_left_s == 0.0  # the fake's clock is long ago
     assert found.node_hours is not None and found.node_hours.source == "own events"
-    assert slurm.questions == [f"scontrol {second}", f"scontrol {first}", "sacct"]
+    assert slurm.questions == [f"scontrol {first}", f"scontrol {second}", "sacct"]
 
 
 def test_a_silent_job_goes_on_costing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +111,7 @@ def test_queued_after_an_earlier_job_has_ended(paths: RunPaths) -> None:
     slurm = Asked()
     first, second = slurm.submit(SCRIPT), slurm.submit(SCRIPT)
     slurm.finish(first, "FAILED", exit_code="10:0")
-    found = ask(paths, slurm, [first, second], always_accounting=False)
+    found = ask(paths, slurm, [first], follow_up=second, always_accounting=False)
     assert (found.verdict.job_id, found.verdict.state, found.follow_up) == (second, JobState.QUEUED, None)
     assert "sacct" not in slurm.questions  # slurmctld tells it all
 
@@ -171,12 +173,13 @@ def test_attempts_by_folders_events_and_outcomes(paths: RunPaths) -> None:
     log.note("allocation_end", outcome="continue", reason="time is up")
     begin(paths, 2, 6)
     paths.outcome(2).write_text(json.dumps({"outcome": "failed", "reason": "a", "time": time.time() + 30}))
+    record_start(paths, AttemptStart(attempt=2, job_id=6, restart=3, time=time.time(), progress=Progress()))
     paths.attempt(3).mkdir()  # its supervisor died before it could say anything
     (paths.attempts / "slurm-5.out").touch()
     paths.outcome(3).write_text("{")
     first, second, third = ask(paths, FakeSlurm(), []).attempts
     assert (first.number, first.job_id, first.nodes, first.outcome) == (1, 5, 3, "continue")
-    assert (second.outcome, second.reason, second.job_id) == ("failed", "a", 6)
+    assert (second.outcome, second.reason, second.job_id, second.restart) == ("failed", "a", 6, 3)
     assert second.start is not None and second.end is not None and second.end > second.start
     assert (third.number, third.job_id, third.outcome, third.start) == (3, None, "", None)
 
