@@ -73,7 +73,7 @@ def _attempt_rows(run: RunConfig, standing: Standing) -> list[tuple[str, str]]:
     attempts = standing.attempts
     if not attempts:
         return [("attempts", f"none yet, of {run.job.max_allocations} at most")]
-    used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state in (JobState.PAUSED, JobState.HALTED)
+    used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state == JobState.PAUSED
     more = ": 'miles-hpc resume' needs --set job.max_allocations=N" if used_up else ""
     rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most{more}")]
     lives = standing.verdict.state in _ALIVE and not standing.verdict.warnings

@@ -341,7 +341,7 @@ def _told(own: OwnRecords) -> str:
     words = {
         "continue": "ended with its state saved",
         "completed": "completed the run",
-        "stopped": "was the last of its chain",
+        "stopped": "ended the chain",
     }
     end = words.get(own.outcome, own.outcome or "ended")
     return f"attempt {own.attempt} {end}" + (f": {own.reason}" if own.reason else "")

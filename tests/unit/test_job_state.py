@@ -203,13 +203,21 @@ ROWS = {
         DISABLED,
         own(ended=NOW, outcome="stopped", reason="2 allocations in a row made no progress"),
         JobState.HALTED,
-        ("was the last of its chain: 2 allocations in a row made no progress", "exit code 10"),
+        ("ended the chain: 2 allocations in a row made no progress", "exit code 10"),
     ),
     "vanished, the chain stopped itself": Row(
-        VANISHED, DISABLED, own(ended=NOW, outcome="stopped", reason="budget"), JobState.HALTED, ("chain: budget",)
+        VANISHED,
+        DISABLED,
+        own(ended=NOW, outcome="stopped", reason="budget"),
+        JobState.HALTED,
+        ("ended the chain: budget",),
     ),
     "away, the chain stopped itself": Row(
-        AWAY, DISABLED, own(ended=NOW, outcome="stopped", reason="budget"), JobState.HALTED, ("chain: budget",)
+        AWAY,
+        DISABLED,
+        own(ended=NOW, outcome="stopped", reason="budget"),
+        JobState.HALTED,
+        ("ended the chain: budget",),
     ),
     "cancelled while the chain stopped": Row(
         slurm("CANCELLED"),
