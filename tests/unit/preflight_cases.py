@@ -55,6 +55,7 @@ PERLMUTTER, JUWELS, H100 = make_site("perlmutter"), make_site("juwels_booster"),
 NVL72 = make_site("generic_gb200_nvl72")
 UP = "Slurmctld(primary) at head is UP\n"
 ALL_IDLE = "trainer idle 2\nrollout idle 1\nrollout mix 1\nsandbox alloc 2\nall mix 6\n"
+ONE_DRAINED = ALL_IDLE.replace("trainer idle 2", "trainer idle 1\ntrainer drain 1")
 BACKFILL = "SchedulerType = sched/backfill\nSchedulerParameters = bf_interval=5\n"
 LISTS_PMI2 = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n"
 RANGE = {"/proc/sys/net/ipv4/ip_local_port_range": "9000\t65000\n"}
@@ -144,7 +145,7 @@ CASES = [
         "FAIL",
         "1 of 2 nodes can be used, the run asks for 2",
         FakeMachine(
-            commands={"scontrol ping": UP, "sinfo": "trainer idle 1\ntrainer drain 1\nrollout idle 2\nsandbox idle 1\nall mix 6\n"}
+            commands={"scontrol ping": UP, "sinfo": ONE_DRAINED}
         ),
         run=make_run(),
         compute=False,

@@ -59,18 +59,24 @@ def ask_nodes(steps: NodeSteps, *, timeout_s: float) -> Gathered:
         )
         for command in steps.commands
     ]  # fmt: skip
+    complaints: list[threading.Thread] = []
     for process in processes:
         threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
-        threading.Thread(target=_keep_last, args=(process.stderr, said), daemon=True).start()
+        complaints.append(threading.Thread(target=_keep_last, args=(process.stderr, said), daemon=True))
+        complaints[-1].start()
     try:
         told = _collect(lines, len(processes), steps.nodes, started + timeout_s)
     finally:
         job = next((found[1] for line in tuple(said) if (found := _JOB.search(line))), "")
         expired = _end(processes, wait_s=_END_S if time.monotonic() < started + timeout_s else 0.0)
+        for thread in complaints:
+            thread.join(timeout=1.0)
         job = job or next((found[1] for line in tuple(said) if (found := _JOB.search(line))), "")
         if expired and steps.own_job and job:
             _cancel(steps.environ, int(job))
-    return _gathered(steps, told, tuple(said), time.monotonic() - started, job)
+    elapsed_s = time.monotonic() - started
+    when = f"within {elapsed_s:.0f} s" if expired else f"before srun ended, after {elapsed_s:.0f} s"
+    return _gathered(steps, told, tuple(said), when, job)
 
 
 def _read_lines(stream: IO[str] | None, lines: queue.SimpleQueue[tuple[float, str] | None]) -> None:
@@ -131,7 +137,7 @@ def _cancel(environ: Mapping[str, str], job: int) -> None:
 
 
 def _gathered(
-    steps: NodeSteps, told: Mapping[str, tuple[float, NodeLine]], said: tuple[str, ...], elapsed_s: float, job: str
+    steps: NodeSteps, told: Mapping[str, tuple[float, NodeLine]], said: tuple[str, ...], when: str, job: str
 ) -> Gathered:
     results: list[Result] = []
     facts: dict[str, dict[str, Any]] = {}
@@ -156,10 +162,10 @@ def _gathered(
         )
     why = f" ({complaint})" if complaint else ""
     if silent:
-        saw = f"no answer within {elapsed_s:.0f} s from {compress(sorted(silent))}{why}"
+        saw = f"no answer {when} from {compress(sorted(silent))}{why}"
         failed = [fail(saw, f"scontrol show node {silent[0]}; exclude it with --exclude in job.extra_directives")]
     else:
-        saw = f"{missing} of {steps.nodes} nodes didn't answer within {elapsed_s:.0f} s{why}"
+        saw = f"{missing} of {steps.nodes} nodes didn't answer {when}{why}"
         failed = [fail(saw, "sinfo -R says which nodes are out; ask for fewer, or give a longer --timeout")]
     return Gathered([*(Result("nodes", one) for one in failed), *results], facts)
 

@@ -28,7 +28,7 @@ _SBATCH_ONLY = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobRequest:
     """What a job of one's own asks for, beside what site and run say; "" = as they say."""
 
