@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_hpc.cli.inputs import find_run_file
 from miles_hpc.cluster.preflight.contract import Context
 from miles_hpc.cluster.preflight.gather import ask_nodes
 from miles_hpc.cluster.preflight.node_line import NodeLine, NodeResult, Reassembly, framed
@@ -15,6 +16,7 @@ from miles_hpc.cluster.preflight.plan_size import parameters, run_size
 from miles_hpc.cluster.preflight.step import JobRequest, NodeSteps, plan_steps
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.load import load_run
 from tests.unit.preflight_cases import LARGE, site_with
 from tests.unit.runs import make_gpu_run, make_run, make_site
 
@@ -207,6 +209,8 @@ def test_parameters_by_the_models_sizes() -> None:
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     }  # fmt: skip
     assert parameters(qwen3_30b_a3b) == pytest.approx(30.5e9, rel=0.01)
+    demo = load_run(find_run_file("demo")).model.config
+    assert parameters(demo) == pytest.approx(1.3e6, rel=0.05)
     assert parameters({"hidden_size": 8}) == 0
     assert parameters({"hidden_size": None, "num_hidden_layers": 1, "vocab_size": 1}) == 0
 

@@ -30,7 +30,8 @@ __all__ = ["Gathered", "ask_nodes"]
 
 _END_S = 5.0  # how long srun may take to end after SIGTERM, and after the last answer
 _KEPT_LINES = 20
-_NOISE = re.compile(r"queued and waiting|has been allocated|^\s*$")
+#: What srun says of itself, also when it is ended by us: no reason for anything.
+_NOISE = re.compile(r"queued and waiting|allocated resources|Force Terminated|terminat|revoked|Cancelled|^\s*$")
 _JOB = re.compile(r"srun: job (\d+) ")
 
 
@@ -64,19 +65,41 @@ def ask_nodes(steps: NodeSteps, *, timeout_s: float) -> Gathered:
         threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
         complaints.append(threading.Thread(target=_keep_last, args=(process.stderr, said), daemon=True))
         complaints[-1].start()
+    why = ""
     try:
         told = _collect(lines, len(processes), steps.nodes, started + timeout_s)
+        if not told and steps.own_job and time.monotonic() >= started + timeout_s:
+            why = _pending_reason(steps.environ, tuple(said))
     finally:
-        job = next((found[1] for line in tuple(said) if (found := _JOB.search(line))), "")
         expired = _end(processes, wait_s=_END_S if time.monotonic() < started + timeout_s else 0.0)
         for thread in complaints:
             thread.join(timeout=1.0)
-        job = job or next((found[1] for line in tuple(said) if (found := _JOB.search(line))), "")
+        job = _job_id(tuple(said))
         if expired and steps.own_job and job:
             _cancel(steps.environ, int(job))
     elapsed_s = time.monotonic() - started
     when = f"within {elapsed_s:.0f} s" if expired else f"before srun ended, after {elapsed_s:.0f} s"
-    return _gathered(steps, told, tuple(said), when, job)
+    return _gathered(steps, told, why or _complaint(tuple(said)), when, job)
+
+
+def _job_id(said: tuple[str, ...]) -> str:
+    """Of a job that had to wait, which srun tells; "" otherwise."""
+    return next((found[1] for line in said if (found := _JOB.search(line))), "")
+
+
+def _complaint(said: tuple[str, ...]) -> str:
+    return next((text for text in reversed(said) if not _NOISE.search(text)), "")
+
+
+def _pending_reason(environ: Mapping[str, str], said: tuple[str, ...]) -> str:
+    """Why our job still waits, as Slurm tells it."""
+    if not (job := _job_id(said)):
+        return ""
+    try:
+        states = Slurm(environ=environ, timeout_s=_END_S).components(int(job))
+    except MilesError:
+        return ""
+    return next((f"its job {job} is {one.state}, reason {one.reason}" for one in states if one.reason), "")
 
 
 def _read_lines(stream: IO[str] | None, lines: queue.SimpleQueue[tuple[float, str] | None]) -> None:
@@ -137,7 +160,7 @@ def _cancel(environ: Mapping[str, str], job: int) -> None:
 
 
 def _gathered(
-    steps: NodeSteps, told: Mapping[str, tuple[float, NodeLine]], said: tuple[str, ...], when: str, job: str
+    steps: NodeSteps, told: Mapping[str, tuple[float, NodeLine]], complaint: str, when: str, job: str
 ) -> Gathered:
     results: list[Result] = []
     facts: dict[str, dict[str, Any]] = {}
@@ -153,7 +176,6 @@ def _gathered(
         if facts[node].get("clock") is not None:
             facts[node]["clock"] = line.now - arrived
     hosts = steps.hosts or _hosts_of(steps, told, job)
-    complaint = next((text for text in reversed(said) if not _NOISE.search(text)), "") or (said[-1] if said else "")
     silent = [host for host in hosts if host not in told]
     missing = steps.nodes - len(told)
     if missing <= 0:

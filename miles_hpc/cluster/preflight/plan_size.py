@@ -41,7 +41,8 @@ def parameters(config: Mapping[str, Any]) -> int:
     Attention by heads and key-value heads, a gated MLP of three matrices, or `num_experts` of them with a router.
     """
     try:
-        hidden, layers, vocab = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        vocab = int(config.get("vocab_size", 0))  # of a model made here it comes from a small tokenizer
         heads = int(config.get("num_attention_heads", 1))
         head_dim = int(config.get("head_dim") or hidden // heads)
         shared = int(config.get("num_key_value_heads") or heads)
