@@ -48,8 +48,11 @@ def main(args: argparse.Namespace) -> int:
 def _steps(args: argparse.Namespace, context: Context, run: Path | None, run_dir: Path | None) -> NodeSteps:
     if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout}: expected seconds, more than 0")
-    site = args.site or (context.site.name if context.site is not None else "")
-    options = ["--site", str(Path(site).absolute()) if site.endswith(".toml") else site]
+    site = args.site
+    # A prepared run directory has its site in it; what this host's name or a variable told must be told on.
+    if not site and context.site is not None and (run is not None or context.run is None):
+        site = context.site.name
+    options = ["--site", str(Path(site).absolute()) if site.endswith(".toml") else site] if site else []
     options += ["--run", str(run)] if run is not None else []
     options += [word for override in args.set for word in ("--set", override)]
     options += ["--run-dir", str(context.run_dir)] if context.run_dir is not None else []
