@@ -8,7 +8,8 @@ from miles_hpc.cluster.preflight.catalogue import every_check, select
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, fail, fine, warn
 from miles_hpc.cluster.preflight.runner import compare_nodes, run_checks, worst
 from miles_hpc.core.errors import UserError
-from tests.unit.preflight_cases import CASES, COMPARED, RUN_DIR, Case, Compared
+from tests.unit.preflight_cases import CASES, RUN_DIR, Case
+from tests.unit.preflight_compared import COMPARED, Compared
 
 
 def told(findings: list[Finding]) -> str:

