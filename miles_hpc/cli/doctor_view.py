@@ -74,7 +74,8 @@ def verdict(results: Sequence[Result]) -> str:
     counts = ", ".join(
         f"{number} {status}" for status in _STATUSES if (number := sum(r.finding.status == status for r in results))
     )
-    failed = [f"{row.check} {_at(row.nodes)}".strip() for row in rows_of(results) if row.status == "FAIL"]
+    rows = [row for row in rows_of(results) if row.status == "FAIL"]
+    failed = dict.fromkeys(f"{row.check} {_at(row.nodes)}".strip() for row in rows)
     return f"{worst(results)}: {counts or 'nothing looked at'}" + (f"; {', '.join(failed)}" if failed else "")
 
 

@@ -250,7 +250,7 @@ CASES = [
     Case("nccl-net", "ok", "1.14.1", plugin("1.14.1"), PERLMUTTER, environ=nccl_env("OFI")),
     Case("nccl-net", "FAIL", 'is called "AWS Libfabric"', plugin("1.11.0"), PERLMUTTER, environ=nccl_env("ofi")),
     Case("nccl-net", "warn", "doesn't tell its version", plugin(""), PERLMUTTER, environ=nccl_env("OFI")),
-    Case("nccl-net", "FAIL", "no libnccl-net", plugin("", ""), PERLMUTTER, environ=nccl_env("AWS Libfabric")),
+    Case("nccl-net", "FAIL", "neither libnccl-net", plugin("", ""), PERLMUTTER, environ=nccl_env("AWS Libfabric")),
     Case("nccl-net", "FAIL", "quotes in its value", site=PERLMUTTER, environ=nccl_env('"AWS Libfabric"')),
     Case("nccl-net", "FAIL", "no plug-in for Slingshot", site=PERLMUTTER, environ=nccl_env("AWS_Libfabric")),
     Case("nccl-net", "warn", "TCP instead of Slingshot", site=perlmutter(NCCL_NET="Socket")),

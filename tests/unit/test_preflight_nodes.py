@@ -15,9 +15,11 @@ from miles_hpc.cluster.preflight.gather import ask_nodes
 from miles_hpc.cluster.preflight.node_line import NodeLine, NodeResult, Reassembly, framed
 from miles_hpc.cluster.preflight.plan_size import parameters, run_size
 from miles_hpc.cluster.preflight.step import JobRequest, NodeSteps, plan_steps
+from miles_hpc.cluster.site import data_folder
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run
+from miles_hpc.core.site_rules import directive_complaints
 from tests.unit.preflight_cases import LARGE, site_with
 from tests.unit.runs import make_gpu_run, make_run, make_site
 
@@ -240,3 +242,19 @@ def test_the_size_of_a_run_grows_with_what_it_keeps() -> None:
     assert with_reference is not None
     assert with_reference.checkpoint_bytes == size.parameters * 16
     assert run_size(make_run(), {}) is None
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in data_folder("site_configs").glob("*.toml")))
+def test_every_site_can_be_asked_and_its_rules_hold(name: str) -> None:
+    site = make_site(name)
+    if site.scheduler == "none":
+        pytest.skip("no scheduler")
+    qos = site.qos[0].name if site.qos and "--qos" in site.sbatch.required else ""
+    (command,) = plan(site, 4, request=JobRequest("project", qos)).commands
+    stated = [word for word in command[: command.index("--mpi=none")] if word.startswith("-")]
+    assert list(directive_complaints(site, stated, [])) == []
+    gpus = max(partition.gpus_per_node for partition in site.partitions if "trainer" in partition.roles)
+    asked = [word for word in stated if word.startswith(("--gres=gpu", "--gpus-per"))]
+    assert len(asked) == (0 if site.gpu_request == "none" or not gpus else 1)
+    run = make_gpu_run(site, *([f"job.qos={qos}"] if qos else []))
+    assert plan(site, 4, run=run).own_job

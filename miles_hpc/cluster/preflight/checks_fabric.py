@@ -16,7 +16,7 @@ __all__ = ["CHECKS"]
 _OLD_NAMES = ("aws libfabric",)
 _NEW_NAMES = ("libfabric", "ofi", "aws libfabric")
 _LAST_OLD = (1, 11)
-_LIBRARY = r"libnccl-net(-ofi|-aws-ofi)?\.so(\.\d+)*"
+_LIBRARY = r"lib[nr]ccl-net(-ofi|-aws-ofi)?\.so(\.\d+)*"
 _VERSION = r"aws-ofi-nccl[ /-]v?(\d+\.\d+[.\w-]*)"
 _RDMA = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x", "rc_mlx5", "ud_mlx5", "dc_mlx5", "rc_verbs")
 
@@ -82,7 +82,7 @@ def _plugin(machine: Machine, name: str, environ: dict[str, str]) -> Iterator[Fi
     paths = [stated] if "/" in stated else list(found.value)
     if not paths:
         yield fail(
-            f"NCCL_NET={name or '(unset)'}, but no libnccl-net*.so lies in LD_LIBRARY_PATH: "
+            f"NCCL_NET={name or '(unset)'}, but neither libnccl-net*.so nor librccl-net*.so lies in LD_LIBRARY_PATH: "
             "the NCCL inside PyTorch has no way to Slingshot of its own",
             "load the site's module with aws-ofi-nccl (or its container hook), built for the CUDA of your PyTorch",
         )
