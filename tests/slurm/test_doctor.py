@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from miles_hpc.cli.main import main
+from tests.slurm.conftest import until
 from tests.unit.runs import write_run
 from tools.slurm_box import Box
 
@@ -102,6 +104,29 @@ def test_a_node_that_goes_silent_is_named(clean_box: Box, tmp_path: Path) -> Non
     assert "from trainer2" in silent["saw"]
     assert {f["node"] for f in findings(told, "limits", "ok")} == {"trainer1"}
     assert no_jobs(clean_box)
+
+
+def test_a_prepared_run_directory_brings_its_run_and_site(
+    clean_box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for name, value in clean_box.env().items():
+        monkeypatch.setenv(name, value)
+    assert main(["submit", "run.toml", "--set", "python.controller=/bin/true"]) == 0
+    until(lambda: no_jobs(clean_box), "the job to end")
+    code, told = doctor(
+        clean_box, "--run-dir", "runs/tiny", "--on-nodes", "2", "--only", "secret,limits,shared-run-dir,quota,flock"
+    )
+    assert (code, told["site"]) == (0, "slurm_box")
+    assert [f["saw"] for f in findings(told, "secret")] == ["secret.key has mode 0600"]
+    assert {f["node"] for f in findings(told, "flock", "ok")} == {"", "trainer1", "trainer2"}
+    (shared,) = findings(told, "shared-run-dir", "ok")
+    assert str(tmp_path / "runs" / "tiny") in shared["saw"]
+    (tmp_path / "runs" / "tiny" / "secret.key").chmod(0o640)
+    code, told = doctor(clean_box, "--run-dir", "runs/tiny", "--only", "secret")
+    assert (code, findings(told, "secret")[0]["status"]) == (1, "FAIL")
 
 
 def test_inside_a_het_job_nodes_of_all_components_answer(clean_box: Box, tmp_path: Path) -> None:

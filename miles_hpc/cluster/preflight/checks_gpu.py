@@ -175,8 +175,8 @@ CHECKS = (
 COMPARISONS = (
     Comparison(
         name="gpu-driver",
-        why="GPUs of different kinds wait for one another, and drivers of different versions may refuse to talk",
-        source="NVIDIA/nccl issues on mixed nodes",
+        why="a step is as slow as its slowest GPU, and a driver that differs tells of a node that is being updated",
+        source="by construction: every rank takes part in every step",
         gather=_gather_driver,
         compare=_compare_driver,
         needs=("gpus", "compute"),

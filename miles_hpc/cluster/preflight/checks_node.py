@@ -236,7 +236,7 @@ COMPARISONS = (
     Comparison(
         name="clock",
         why="the end of the allocation is a time of day, and munge refuses credentials that are dated too far off",
-        source="munge(7) on clock skew; Slurm quick start, clock synchronisation",
+        source="Slurm's quick start for administrators: clocks are in step; munge, expired and rewound credentials",
         gather=_gather_clock,
         compare=_compare_clock,
         needs=("compute",),

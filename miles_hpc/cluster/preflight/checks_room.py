@@ -144,7 +144,7 @@ CHECKS = (
     Check(
         name="stripe",
         why="a large file on one target is slow, a small one over all targets slower, for everybody",
-        source="file system guides of CSCS, OLCF and NERSC; SOAP PR#184",
+        source="file system guides of CSCS, OLCF and NERSC; SOAP PR#188",
         look=_stripe,
         needs=("run directory",),
         once=True,

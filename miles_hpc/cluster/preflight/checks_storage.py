@@ -209,7 +209,7 @@ CHECKS = (
     Check(
         name="file-clock",
         why="a file system with another clock misleads what goes by dates: purges, staleness of rendezvous files",
-        source="clock skew between NFS clients and servers; nfs(5)",
+        source="RFC 1813: a file server may set dates by its own clock",
         look=_file_clock,
         needs=("run directory",),
     ),
