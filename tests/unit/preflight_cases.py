@@ -126,7 +126,7 @@ CASES = [
     Case("slurm", "FAIL", "'scontrol' is not on PATH"),
     Case("slurm", "FAIL", "no answer within 10 s", FakeMachine(commands={"scontrol ping": HANGS})),
     Case("slurm", "skip", "no Slurm on this machine", site=None),
-    Case("slurm", "FAIL", "head is down", FakeMachine(commands={"scontrol ping": UP.replace("UP", "DOWN")})),
+    Case("slurm", "FAIL", "slurmctld on head is down", FakeMachine({"scontrol ping": (1, UP.replace("UP", "DOWN"))})),
     Case(
         "slurm",
         "warn",
