@@ -88,6 +88,8 @@ COMPARED = [
     Compared("nics", "ok", "the same", {"n1": nics("eth0", host="one"), "n2": nics("eth0", host="one")}),
     Compared("gpu-driver", "ok", "580", {"n1": "580, H100", "n2": "580, H100"}, H100),
     Compared("gpu-driver", "warn", "570, H100 on n2", {"n1": "580, H100", "n2": "570, H100"}, H100),
+    Compared("host-memory", "ok", "about 774 GB", {"n1": 774 * 10**9, "n2": 770 * 10**9, "n3": 776 * 10**9}),
+    Compared("host-memory", "warn", "n2 has 500 GB", {"n1": 774 * 10**9, "n2": 500 * 10**9, "n3": 776 * 10**9}),
     Compared("clock", "ok", "agree", {"n1": -0.02, "n2": -0.03, "n3": -0.5}),
     Compared("clock", "warn", "n2 is 4.0 s ahead", {"n1": 0.0, "n2": 4.0, "n3": 0.0}),
     Compared("clock", "FAIL", "n2 is 400.0 s behind", {"n1": 0.0, "n2": -400.0, "n3": 0.0}),

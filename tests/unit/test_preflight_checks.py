@@ -8,6 +8,7 @@ from miles_hpc.cluster.preflight.catalogue import every_check, select
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, fail, fine, warn
 from miles_hpc.cluster.preflight.runner import compare_nodes, run_checks, worst
 from miles_hpc.core.errors import UserError
+from tests.fakes.fake_machine import FakeMachine
 from tests.unit.preflight_cases import CASES, RUN_DIR, Case
 from tests.unit.preflight_compared import COMPARED, Compared
 
@@ -77,6 +78,14 @@ def test_what_is_needed_and_missing_is_named() -> None:
         ("limits", "skip", "for machines that run roles: --on-nodes N, or a --site without Slurm"),
         ("flock", "skip", "needs --run-dir or --run"),
     ]
+
+
+def test_memory_is_what_the_kernel_calls_available() -> None:
+    one = every_check()["host-memory"]
+    assert isinstance(one, Comparison)
+    text = "MemTotal:       900000000 kB\nMemFree:  1 kB\nMemAvailable:   755859375 kB\n"
+    assert one.gather(FakeMachine(files={"/proc/meminfo": text}), Context()) == 774 * 10**9
+    assert one.gather(FakeMachine(), Context()) is None
 
 
 def test_a_comparison_needs_two_nodes_and_names_the_silent_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -19,6 +20,8 @@ _FILES_BESIDE = 512
 _TMP_BYTES = 5 * 10**9
 _SHM_BYTES = 10**9
 _TMP_FILES = 1000
+#: Of the median of nodes: nodes of one kind differ by little when they are empty.
+_MEMORY_SHARE = 0.8
 _CLOCK_WARN_S = 2.0
 _CLOCK_FAIL_S = 30.0
 _CONTAINERS = {
@@ -203,6 +206,27 @@ def _compare_versions(values: Mapping[str, Any], context: Context) -> Iterator[F
         yield bad(f"{what} differs: {parts}", do)
 
 
+# ------------------------------------------------------------------------------------------------ host memory
+
+
+def _gather_memory(machine: Machine, context: Context) -> int | None:
+    """Bytes that programs can still get. The total tells nothing: on GH200 it counts the GPUs' memory too."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", machine.read("/proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _compare_memory(values: Mapping[str, Any], context: Context) -> Iterator[Finding]:
+    usual = median(values.values())
+    short = {node: value for node, value in values.items() if value < _MEMORY_SHARE * usual}
+    for node, value in sorted(short.items()):
+        yield warn(
+            f"{node} has {bytes_text(value)} of memory available, the others about {bytes_text(usual)}",
+            "does somebody share the node? Otherwise an earlier job's memory is lost there: exclude the node",
+        )
+    if not short:
+        yield fine(f"about {bytes_text(usual)} of memory are available on each of {len(values)} nodes")
+
+
 CHECKS = (
     Check(
         name="limits",
@@ -233,6 +257,14 @@ CHECKS = (
     ),
 )
 COMPARISONS = (
+    Comparison(
+        name="host-memory",
+        why="on a node that lost memory to earlier jobs a process of the run is killed when it has grown",
+        source="a preflight used on JUPITER: nodes with leaked host memory, each tied to a lost allocation",
+        gather=_gather_memory,
+        compare=_compare_memory,
+        needs=("compute",),
+    ),
     Comparison(
         name="clock",
         why="the end of the allocation is a time of day, and munge refuses credentials that are dated too far off",
