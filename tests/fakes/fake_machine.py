@@ -64,12 +64,19 @@ class FakeMachine:
         return Output(stdout=answer)
 
     def probe(self, what: str, *arguments: str, timeout_s: float = COMMAND_S, python: str = "") -> Probe:
+        if what == "place" and len(arguments) > 1:
+            return self._places(arguments, timeout_s)
         answer = _answer(self.probes, (what, *arguments))
         if answer is HANGS:
             return Probe(problem=f"no answer within {timeout_s:.0f} s", timed_out=True)
         if isinstance(answer, OSError):
             return Probe(problem=str(answer))
         return Probe(value=answer)
+
+    def _places(self, paths: Sequence[str], timeout_s: float) -> Probe:
+        """As one process that asks for one path after the other: the first that doesn't answer ends it."""
+        told = [self.probe("place", path, timeout_s=timeout_s) for path in paths]
+        return next((one for one in told if one.problem), Probe(value=[one.value[0] for one in told if one.value]))
 
     def read(self, path: str) -> str | None:
         return self.files.get(path)

@@ -371,6 +371,8 @@ CASES = [
     Case("jit-caches", "warn", "TRITON_CACHE_DIR: /scratch/me/triton (lustre)", FakeMachine(probes={
          "place": place(kind="xfs"), "place /scratch/me/triton": place()}),
          environ={"TRITON_CACHE_DIR": "/scratch/me/triton", "HOME": "/home/me"}),
+    Case("jit-caches", "FAIL", "/home/me/.triton: no answer", FakeMachine(probes={
+         "place": place(kind="xfs"), "place /home/me/.triton": HANGS}), environ={"HOME": "/home/me"}),
     Case("secret", "skip", "no secret yet"),
     Case("secret", "ok", "mode 0600", FakeMachine(probes={"mode": {"regular": True, "own": True, "mode": 0o600}})),
     Case("secret", "FAIL", "mode 0640", FakeMachine(probes={"mode": {"regular": True, "own": True, "mode": 0o640}})),

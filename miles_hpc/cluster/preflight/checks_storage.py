@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, Machine, fail, fine, skip, warn
-from miles_hpc.cluster.preflight.places import ANSWER_S, LOCAL_KINDS, NETWORK_KINDS, file_system_of, place_of
+from miles_hpc.cluster.preflight.places import ANSWER_S, LOCAL_KINDS, NETWORK_KINDS, file_system_of, place_of, places_of
 from miles_hpc.cluster.preflight.wording import listed
 
 __all__ = ["CHECKS", "COMPARISONS"]
@@ -122,9 +122,12 @@ def _jit_caches(machine: Machine, context: Context) -> Iterator[Finding]:
     amd = context.site is not None and context.site.node.gpu_vendor == "amd"
     shared: list[tuple[str, str]] = []
     local = 0
-    for variable, default in (*_CACHES, *(_CACHES_AMD if amd else ())):
-        path = environ.get(variable) or default.replace("~", environ.get("HOME", "/"))
-        place = place_of(machine, path)
+    caches = {
+        variable: environ.get(variable) or default.replace("~", environ.get("HOME", "/"))
+        for variable, default in (*_CACHES, *(_CACHES_AMD if amd else ()))
+    }
+    places = places_of(machine, list(caches.values()))
+    for (variable, path), place in zip(caches.items(), places, strict=True):
         if isinstance(place, Finding):
             yield place
         elif place["kind"] in NETWORK_KINDS:

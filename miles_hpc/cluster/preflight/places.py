@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from miles_hpc.cluster.preflight.contract import Context, Finding, Machine, fail
 from miles_hpc.core.site import SiteFileSystem
 
-__all__ = ["ANSWER_S", "LOCAL_KINDS", "NETWORK_KINDS", "file_system_of", "place_of"]
+__all__ = ["ANSWER_S", "LOCAL_KINDS", "NETWORK_KINDS", "file_system_of", "place_of", "places_of"]
 
 #: Types of mounts whose files other hosts see (mountinfo).
 NETWORK_KINDS = frozenset(
@@ -22,10 +23,18 @@ ANSWER_S = 5.0
 
 def place_of(machine: Machine, path: str) -> dict[str, Any] | Finding:
     """What the probe `place` tells of a path, or the finding that it doesn't answer."""
-    asked = machine.probe("place", path, timeout_s=ANSWER_S)
-    if asked.problem:
-        return fail(f"{path}: {asked.problem.removeprefix(f'{path}: ')}", "see the check 'file-systems'")
-    return dict(asked.value[0])
+    return places_of(machine, [path])[0]
+
+
+def places_of(machine: Machine, paths: Sequence[str]) -> list[dict[str, Any] | Finding]:
+    """The same for several paths: by one process while all of them answer, one by one otherwise."""
+    together = machine.probe("place", *paths, timeout_s=ANSWER_S)
+    if not together.problem:
+        return [dict(place) for place in together.value]
+    if len(paths) > 1:
+        return [place_of(machine, path) for path in paths]
+    saw = f"{paths[0]}: {together.problem.removeprefix(f'{paths[0]}: ')}"
+    return [fail(saw, "see the check 'file-systems'")]
 
 
 def file_system_of(context: Context, real: str) -> SiteFileSystem | None:
