@@ -332,8 +332,13 @@ CASES = [
          site_with(userns="yes")),
     Case("userns", "warn", "without isolation", FakeMachine(probes={"user_namespace": "No space"}), run=make_run()),
     Case("container-munge", "skip", "not in a container"),
-    Case("container-munge", "ok", "munge's socket is there", FakeMachine(
+    Case("container-munge", "ok", "munge is within reach", FakeMachine(
         environ={"APPTAINER_CONTAINER": "/i.sif"}, folders={"/run/munge": ["munge.socket.2"]})),
+    Case("container-munge", "ok", "munge is within reach", FakeMachine(
+         commands={"sinfo": "gpu\n"}, folders={"/": [".dockerenv", "run"]})),
+    Case("container-munge", "skip", "without Slurm", FakeMachine(folders={"/": [".dockerenv"]}), None),
+    Case("container-munge", "FAIL", "psec=^native", FakeMachine(environ={"ENROOT_ROOTFS": "/r"}),
+         site_with(mpi="pmix_v4"), environ={"PMIX_MCA_psec": "^native"}),
     Case("container-munge", "warn", "in podman without munge", FakeMachine(folders={"/run": [".containerenv"]})),
     Case("container-munge", "FAIL", "PMIx asks for munge", FakeMachine(environ={"ENROOT_ROOTFS": "/r"}),
          site_with(mpi="pmix")),

@@ -137,26 +137,38 @@ def container_of(machine: Machine) -> str:
     return "docker" if ".dockerenv" in machine.listing("/") else ""
 
 
+def _asks_munge(psec: str) -> bool:
+    """Whether PMIx uses munge by PMIX_MCA_psec: a list of what to use, "^" in front makes it one of what not to."""
+    names = psec.lstrip("^").split(",")
+    return not psec or ("munge" in names) != psec.startswith("^")
+
+
 def _container_munge(machine: Machine, context: Context) -> Iterator[Finding]:
     runtime = container_of(machine)
     if not runtime:
         yield skip("not in a container")
         return
     munge = any(name.startswith("munge.socket") for name in machine.listing("/run/munge"))
+    # The socket may lie elsewhere (AuthInfo in slurm.conf): what a command that authenticates says decides.
+    asked = machine.run("sinfo", "--noheader", "--format=%R")
+    munge = munge or not asked.problem
+    if context.site is None and asked.missing:
+        yield skip(f"in {runtime}, without Slurm")
+        return
     psec = context.role_environment.get("PMIX_MCA_psec", "")
     mpi = context.site.mpi if context.site is not None else ""
     let_in = "let /run/munge (the socket) into the container"
     if not munge:
         do = f"{let_in}: scontrol and srun authenticate by it"
         yield warn(f"in {runtime} without munge's socket: Slurm's commands are refused", do)
-    if mpi.startswith("pmix") and not munge and psec not in ("^munge", "native"):
+    if mpi.startswith("pmix") and not munge and _asks_munge(psec):
         yield fail(
             f"PMIx asks for munge, which isn't in this container (PMIX_MCA_psec={psec or '(unset)'})",
             f'set PMIX_MCA_psec = "^munge" in env of the site file, or {let_in}',
         )
     elif munge or mpi.startswith("pmix"):
-        socket = "munge's socket is there" if munge else "munge's socket is not there"
-        yield fine(f"in {runtime}: {socket}, PMIX_MCA_psec={psec or '(unset)'}")
+        reached = "munge is within reach" if munge else "munge is out of reach"
+        yield fine(f"in {runtime}: {reached}, PMIX_MCA_psec={psec or '(unset)'}")
 
 
 # ------------------------------------------------------------------------------------------------ clocks
@@ -251,6 +263,7 @@ CHECKS = (
     ),
     Check(
         name="container-munge",
+        needs=("slurm",),
         why="inside a container PMIx and Slurm's commands look for munge, whose socket is outside",
         source="pmix-standard#363, podman-hpc#158; CSCS documentation on the container engine",
         look=_container_munge,
