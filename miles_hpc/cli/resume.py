@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     plan, text = render(run, site, paths)
     slurm = Slurm()
-    check_job(plan, text, slurm)
+    check_job(plan, text, slurm, runtimes=site.container.runtimes)
     check_idle(paths, slurm)
     prepare(run, site, paths, source="", job_text=text)
     print(f"submitted job {submit_prepared(paths, slurm)}: continue run '{run.name}' in {paths.root}")

@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> int:
     check_environment(inputs.run)
     check_model(inputs.run)
     slurm = Slurm()
-    check_job(plan, text, slurm)
+    check_job(plan, text, slurm, runtimes=inputs.site.container.runtimes)
     check_idle(inputs.paths, slurm)
     what = f"{'continue' if continues else 'start'} run '{inputs.run.name}' in {inputs.paths.root}"
     if args.dry_run:

@@ -31,7 +31,7 @@ from math import prod
 
 from miles_hpc.core.errors import UserError
 
-__all__ = ["compress", "expand"]
+__all__ = ["MAX_HOSTS", "compress", "expand"]
 
 #: Slurm separates names by these alone: a no-break space or a carriage return is part of a name.
 _NAME = re.compile(r"(?:[^\[\], \t\n]+|\[[^\[\]]*\])+")
@@ -44,14 +44,14 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)\Z", re.DOTALL)
 _MAX_RANGE = 64 * 1024
 _ULONG_MAX = 2**64 - 1
 #: Ours: Slurm has none, and a slip such as n[1-60000][1-60000] would fill the memory.
-_MAX_HOSTS = 2**20
+MAX_HOSTS = 2**20
 
 
 def expand(text: str) -> list[str]:
     """Host names of a host list, in its order. Raises UserError for what Slurm calls an invalid host list."""
     hosts: list[str] = []
     for found in _NAME.finditer(text):
-        hosts += _expand_name(found.group(), text, _MAX_HOSTS - len(hosts))
+        hosts += _expand_name(found.group(), text, MAX_HOSTS - len(hosts))
     rest = _NAME.sub("", text).strip(_SEPARATORS)
     if rest:
         raise _invalid(text, f"'{rest[0]}' without its partner: is the list cut off?")
@@ -67,7 +67,7 @@ def _expand_name(name: str, text: str, room: int) -> list[str]:
     if len(parts) > 1 and not bracket_last:
         raise _invalid(text, f"text after the brackets of '{name}'")
     if prod(len(part) for part in parts) > room:
-        raise _invalid(text, f"more than {_MAX_HOSTS} members")
+        raise _invalid(text, f"more than {MAX_HOSTS} members")
     # product() runs its last argument fastest: Slurm's order is the last bracket, then the others from the left.
     return ["".join((*reversed(head), last)) for *head, last in product(*reversed(parts[:-1]), parts[-1])]
 

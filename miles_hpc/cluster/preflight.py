@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
 from miles_hpc.cluster.hetjob import HetJobPlan
+from miles_hpc.cluster.slurm_options import option_complaints, version_of
 from miles_hpc.core.config import SiteConfig
 from miles_hpc.core.errors import MilesError, UserError
 
@@ -41,9 +43,16 @@ class Finding:
         return ("ok" if self.ok else "FAIL") if self.looked else "skip"
 
 
-def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
-    """Raise UserError when Slurm is missing, lacks a partition of the plan, or would refuse the batch script."""
+def check_job(plan: HetJobPlan, text: str, slurm: Scheduler, *, runtimes: Sequence[str] = ()) -> None:
+    """Raise UserError when Slurm is missing, lacks a partition of the plan, or would refuse the batch script.
+
+    `runtimes` are the site's container runtimes, which bring options of their own.
+    """
     slurm.require()
+    version = slurm.version()
+    stated = re.findall(r"^#SBATCH +(.+?) *$", text, re.MULTILINE)  # of the script: a user's template has its own
+    for complaint in option_complaints(stated, version_of(version), runtimes=runtimes, version_text=version):
+        raise UserError(f"batch script: {complaint}")
     live = slurm.partitions()
     for component in plan.components:
         if component.partition and component.partition not in live:
@@ -79,7 +88,11 @@ def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
     except MilesError as error:
         return [Finding(False, str(error))]
     findings = [Finding(True, version)]
-    if (have := _version(version)) and have < _version(site.slurm_version_min):
+    runtimes = site.container.runtimes
+    for complaint in option_complaints(_stated(site), version_of(version), runtimes=runtimes, version_text=version):
+        findings.append(Finding(False, f"the site file states an option: {complaint}"))
+    have = version_of(version)
+    if have and have < version_of(site.slurm_version_min):
         findings.append(Finding(False, f"{version}: the site file asks for {site.slurm_version_min} or newer"))
     for partition in site.partitions if site.sbatch.partition_stated else []:
         there = partition.name in live
@@ -88,7 +101,11 @@ def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
     return findings
 
 
-def _version(text: str) -> tuple[int, ...]:
-    """The first dotted number in "slurm-wlm 22.05.8"; () when there is none."""
-    found = re.search(r"\d+(\.\d+)+", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+def _stated(site: SiteConfig) -> list[str]:
+    """Options whose presence the site file alone decides, as they stand in every script for it."""
+    fabric, topology = site.fabric, site.topology
+    return [
+        *([f"--network={fabric.slurm_network}"] if fabric.slurm_network else []),
+        *([f"--segment={topology.segment_nodes}"] if topology.segment_directive and topology.segment_nodes else []),
+        *site.directives,
+    ]

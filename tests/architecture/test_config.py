@@ -22,7 +22,6 @@ FACTS = {
 }
 #: Marked "for readers" or "reserved" at the field, or shown as a fact.
 READ_BY_PEOPLE = {
-    "SiteConfig.container",
     "SiteConfig.file_systems",
     "SiteConfig.inherits",  # load reads it before there is a struct
     "SiteConfig.mpi_flavours",

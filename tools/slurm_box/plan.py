@@ -16,7 +16,7 @@ from typing import Any
 
 from miles_hpc.core.errors import UserError
 
-__all__ = ["BoxSpec", "Group", "Node", "Plan", "max_root_length", "parse_groups"]
+__all__ = ["BoxSpec", "Declared", "Group", "Node", "Plan", "max_root_length", "parse_groups"]
 
 #: sun_path holds 108 bytes with the closing NUL (unix(7)).
 UNIX_SOCKET_LIMIT = 107
@@ -35,6 +35,22 @@ class Group:
     name: str
     nodes: int
     gpus: int = 0  # fake GRES per node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Nodes that Slurm only knows of: no daemon runs on them, and jobs for them are asked about (sbatch --test-only).
+
+    Name, partitions and features are a real cluster's: its scripts are parsed as they would be there.
+    """
+
+    name: str
+    nodes: int
+    partitions: tuple[str, ...]
+    cpus: int
+    features: tuple[str, ...] = ()
+    gpus: int = 0
+    gpu_type: str = ""  # as in gres requests: gpu:<type>:<n>
 
 
 def parse_groups(nodes: str, gpus: str = "") -> tuple[Group, ...]:
@@ -84,6 +100,7 @@ class BoxSpec:
     accounting: bool = False
     cluster: str = "miles"
     node_timeout_s: int = 5  # SlurmdTimeout: a silent node is DOWN after two to three times this
+    declared: tuple[Declared, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -123,7 +140,13 @@ class BoxSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BoxSpec:
         """Inverse of to_json. Raises TypeError or KeyError when `data` has another shape."""
-        return cls(**{**data, "groups": tuple(Group(**group) for group in data["groups"])})
+        groups = tuple(Group(**group) for group in data["groups"])
+        listed = {"partitions": tuple, "features": tuple}
+        declared = tuple(
+            Declared(**{key: listed.get(key, lambda value: value)(value) for key, value in nodes.items()})
+            for nodes in data.get("declared", ())
+        )
+        return cls(**{**data, "groups": groups, "declared": declared})
 
 
 def max_root_length(spec: BoxSpec) -> int:
@@ -292,6 +315,8 @@ class Plan:
         for i, group in enumerate(spec.groups):
             default = " Default=YES" if i == 0 else ""
             lines.append(f"PartitionName={group.name} Nodes={_range(group)} MaxTime=INFINITE State=UP{default}")
+        for nodes in spec.declared:
+            lines += _declared_lines(nodes, memory_mib=spec.memory_mib)
         return "\n".join(lines) + "\n"
 
     def _accounting_lines(self) -> list[str]:
@@ -351,7 +376,17 @@ def ports_needed(spec: BoxSpec) -> int:
     return 2 + sum(group.nodes for group in spec.groups)
 
 
-def _range(group: Group) -> str:
+def _declared_lines(nodes: Declared, *, memory_mib: int) -> list[str]:
+    """Cloud nodes: Slurm takes them for powered off and never waits for them."""
+    gres = f" Gres=gpu:{nodes.gpu_type + ':' if nodes.gpu_type else ''}{nodes.gpus}" if nodes.gpus else ""
+    feature = f" Feature={','.join(nodes.features)}" if nodes.features else ""
+    return [
+        f"NodeName={_range(nodes)} CPUs={nodes.cpus} RealMemory={memory_mib}{gres}{feature} State=CLOUD",
+        *(f"PartitionName={name} Nodes={_range(nodes)} MaxTime=INFINITE State=UP" for name in nodes.partitions),
+    ]
+
+
+def _range(group: Group | Declared) -> str:
     return f"{group.name}1" if group.nodes == 1 else f"{group.name}[1-{group.nodes}]"
 
 
