@@ -7,6 +7,7 @@ import argparse
 from miles_hpc.cli.follow import follow
 from miles_hpc.cli.inputs import complete_at, find_run_dir, render
 from miles_hpc.cluster.preflight import check_job
+from miles_hpc.cluster.site import with_env_set
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import check_idle, check_owner, prepare, submit_prepared
 from miles_hpc.core.load import load_prepared, load_run, validate
@@ -19,6 +20,7 @@ def main(args: argparse.Namespace) -> int:
     _, site = load_prepared(paths.root)
     run = load_run(paths.resolved_toml, args.set)
     validate(run, site)
+    site = with_env_set(site, run.job.env_set)
     check_owner(run, paths)
     if (step := complete_at(run, paths)) is not None:
         print(f"run '{run.name}' is complete at step {step}: nothing submitted; more: --set rollout.n_steps=N")

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from miles_hpc.core import env
-from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.config import RunConfig, SiteConfig, SiteEnvSet
 
 __all__ = [
     "data_folder",
@@ -19,6 +21,8 @@ __all__ = [
     "site_name",
     "source_root",
     "template_folders",
+    "width_variables",
+    "with_env_set",
 ]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -75,6 +79,29 @@ def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
     return str(getattr(run.python, role) or getattr(site.python, role) or sys.executable)
 
 
+def with_env_set(site: SiteConfig, name: str) -> SiteConfig:
+    """The site with another of its `env_sets` in force; "" keeps the site's own choice. `name` has been validated."""
+    return msgspec.structs.replace(site, env_set=name) if name else site
+
+
 def role_environment(site: SiteConfig, *, nodes: int) -> dict[str, str]:
-    """Variables that the site wants for a role which spans `nodes` nodes."""
-    return {**site.env, **(site.env_multi_node if nodes > 1 else site.env_single_node)}
+    """Variables that the site wants for a role which spans `nodes` nodes, those of the set in force last."""
+    several = nodes > 1
+    chosen = _env_set(site)
+    return {
+        **site.env,
+        **(site.env_multi_node if several else site.env_single_node),
+        **chosen.env,
+        **(chosen.env_multi_node if several else chosen.env_single_node),
+    }
+
+
+def width_variables(site: SiteConfig) -> frozenset[str]:
+    """Names of the variables that differ between a role on one node and one that spans nodes."""
+    chosen = _env_set(site)
+    tables = (site.env_single_node, site.env_multi_node, chosen.env_single_node, chosen.env_multi_node)
+    return frozenset(name for table in tables for name in table)
+
+
+def _env_set(site: SiteConfig) -> SiteEnvSet:
+    return next((one for one in site.env_sets if one.name == site.env_set), SiteEnvSet(name=""))

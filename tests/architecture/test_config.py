@@ -14,6 +14,7 @@ FACTS = {
     "SiteContainer",
     "SiteFabric",
     "SiteFileSystem",
+    "SiteImex",
     "SiteLifecycle",
     "SiteNode",
     "SitePorts",
@@ -30,9 +31,7 @@ READ_BY_PEOPLE = {
     "SiteConfig.slurm_version_seen",
     "SiteConfig.userns",
     "SitePartition.max_submitted",
-    "SitePartition.preemptable",
     "SiteQos.max_submitted",
-    "SiteQos.preemptable",
     "TrainConfig.minibatches_per_step",
 }
 #: Looked up by name, `getattr(groups, role)`.

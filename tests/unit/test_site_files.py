@@ -156,7 +156,8 @@ def test_what_a_site_refuses_is_one_line(name: str, override: str, message: str)
 
 
 def test_limits_on_running_jobs_count_components() -> None:
-    debug = ("job.qos=debug", "job.max_allocations=1")
+    debug = ("job.qos=debug", "job.max_allocations=1", "job.time=00:30:00")
+    debug += ("groups.trainer.nodes=2", "groups.rollout.nodes=2")
     with pytest.raises(UserError, match=r"QOS 'debug' of site 'perlmutter' runs 2 of a user's jobs at once, and a het"):
         plan("perlmutter", *debug)
     plan("perlmutter", *debug, "groups.sandbox.nodes=0")
