@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,8 +51,7 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler, *, runtimes: Sequen
     """
     slurm.require()
     version = slurm.version()
-    stated = re.findall(r"^#SBATCH +(.+?) *$", text, re.MULTILINE)  # of the script: a user's template has its own
-    for complaint in option_complaints(stated, version_of(version), runtimes=runtimes, version_text=version):
+    for complaint in option_complaints(_directives(text), version_of(version), runtimes=runtimes, version_text=version):
         raise UserError(f"batch script: {complaint}")
     live = slurm.partitions()
     for component in plan.components:
@@ -60,6 +60,12 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler, *, runtimes: Sequen
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(live) or 'none'}"
             raise UserError(f"{component.role}: this cluster has no partition '{component.partition}': {hint}")
     slurm.test(text)
+
+
+def _directives(script: str) -> list[str]:
+    """What sbatch reads of a script: #SBATCH lines in front of the first command. A user's template has its own."""
+    head = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.split("\n"))
+    return [line.removeprefix("#SBATCH").strip() for line in head if re.match(r"#SBATCH\s", line)]
 
 
 def check_site(site: SiteConfig, slurm: Scheduler) -> list[Finding]:

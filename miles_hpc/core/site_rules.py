@@ -15,6 +15,10 @@ _OPTION = re.compile(r"--[a-z][a-z-]*\Z")
 _DATE = re.compile(r"20\d\d-\d\d(-\d\d)?\Z")
 _VERSION = re.compile(r"(\d+\.\d+(\.\d+)?)?\Z")
 _GPU_REQUEST = re.compile(r"--gres[=\s]+gpu|--gpus([=\s]|-per-)|--ntasks-per-gpu|-G")
+_ENV_TABLES = ("env", "env_single_node", "env_multi_node")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+#: bash(1), Shell Variables: setting one ends a script under `set -e`.
+_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 _SHORT = {
     "-A": "--account",
     "-C": "--constraint",
@@ -92,6 +96,7 @@ def site_complaints(site: SiteConfig) -> Iterator[str]:
     if site.env_set not in (*sets, "") or (sets and not site.env_set):
         yield f"'env_set' = \"{site.env_set}\": expected one of 'env_sets', {', '.join(sets) or 'which is empty'}"
     yield from _topology_complaints(site)
+    yield from _variable_complaints(site)
     if site.imex.channel == "segment" and _PER_SEGMENT not in site.fabric.slurm_network.split(","):
         yield f"'imex.channel' = \"segment\": needs {_PER_SEGMENT} in 'fabric.slurm_network'"
     for key in ("slurm_version_seen", "slurm_version_min"):
@@ -117,6 +122,21 @@ def _topology_complaints(site: SiteConfig) -> Iterator[str]:
                 f"'topology.segment_nodes' = {topology.segment_nodes}: a domain has {topology.domain_nodes} nodes, "
                 f"{topology.spare_nodes_per_rack} of them spare: expected {usable} at most"
             )
+
+
+def _variable_complaints(site: SiteConfig) -> Iterator[str]:
+    """Names and values that a batch script can't export."""
+    tables = {key: getattr(site, key) for key in _ENV_TABLES}
+    for i, one in enumerate(site.env_sets):
+        tables |= {f"env_sets[{i}].{key}": getattr(one, key) for key in _ENV_TABLES}
+    for key, table in tables.items():
+        for name, value in table.items():
+            if not _VARIABLE.match(name):
+                yield f"'{key}' has \"{name}\": expected a variable's name: letters, digits and '_', no digit first"
+            if name in _READ_ONLY:
+                yield f"'{key}' has \"{name}\", which bash doesn't let anybody set: take it out"
+            if "\0" in value:
+                yield f"'{key}.{name}' = {value!r}: expected no NUL character"
 
 
 def _is_time(text: str) -> bool:

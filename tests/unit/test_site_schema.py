@@ -166,6 +166,14 @@ def test_a_users_file_inherits_from_a_shipped_site(tmp_path: Path) -> None:
             "[[partitions]]\nname = 'p'\nroles = []\nlimits = [{ max_nodes = 2, max_tme = '1' }]\n",
             "mine.toml: unknown key 'partitions[0].limits[0].max_tme': did you mean 'max_time'?",
         ),
+        ("[env]\nA-B = '1'\n", "mine.toml: 'env' has \"A-B\": expected a variable's name: letters, digits and '_', "),
+        ("[env_multi_node]\n1A = '1'\n", "mine.toml: 'env_multi_node' has \"1A\": expected a variable's name"),
+        ("[env]\nUID = '1'\n", "mine.toml: 'env' has \"UID\", which bash doesn't let anybody set: take it out"),
+        ('[env]\nA = "x\\u0000"\n', "mine.toml: 'env.A' = 'x\\x00': expected no NUL character"),
+        (
+            "env_set = 'a'\n[[env_sets]]\nname = 'a'\nenv = { 'A B' = '1' }\n",
+            "mine.toml: 'env_sets[0].env' has \"A B\": expected a variable's name",
+        ),
         ("env_set = 'new'\n", "mine.toml: 'env_set' = \"new\": expected one of 'env_sets', which is empty"),
         ("[[env_sets]]\nname = 'a'\n", "mine.toml: 'env_set' = \"\": expected one of 'env_sets', a"),
         (

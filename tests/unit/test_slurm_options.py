@@ -81,13 +81,13 @@ class OldSlurm(FakeSlurm):
 
 def test_a_script_with_a_newer_option_is_one_line_before_sbatch() -> None:
     plan = plan_job(make_run(), make_site(), RunPaths(Path("/runs/tiny")))
-    text = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH hetjob\n#SBATCH --segment=2  \necho '#SBATCH --stepmgr'\n"
+    text = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH hetjob\n#SBATCH --segment=2  \nset -e\n#SBATCH --stepmgr\n"
     with pytest.raises(UserError) as caught:
         check_job(plan, text, OldSlurm())
     complaint = "--segment is there from Slurm 24.05 on, this is slurm-wlm 22.05.8: take it out"
     assert str(caught.value) == f"batch script: {complaint}"
     with pytest.raises(AssertionError, match="sbatch was asked"):
-        check_job(plan, "#!/bin/bash\n#SBATCH --nodes=2\n", OldSlurm())
+        check_job(plan, "#!/bin/bash\n#SBATCH --nodes=2\n\nset -e\n#SBATCH --stepmgr\n", OldSlurm())
 
 
 def test_sites_check_says_so_too() -> None:
