@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
 from miles_hpc.cluster.hetjob import HetJobPlan
+from miles_hpc.cluster.slurm import PartitionLimits
 from miles_hpc.cluster.slurm_options import option_complaints, version_of
-from miles_hpc.core.config import SiteConfig
+from miles_hpc.core.config import SiteConfig, SitePartition
 from miles_hpc.core.errors import MilesError, UserError
+from miles_hpc.core.site_rules import option_name
+from miles_hpc.core.walltime import format_time, limit_s, parse_time
 
 __all__ = ["Finding", "Scheduler", "check_job", "check_site"]
 
@@ -24,6 +27,8 @@ class Scheduler(Protocol):
     def require(self) -> None: ...
 
     def partitions(self) -> list[str]: ...
+
+    def partition_limits(self) -> dict[str, PartitionLimits]: ...
 
     def version(self) -> str: ...
 
@@ -59,7 +64,25 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler, *, runtimes: Sequen
             near = get_close_matches(component.partition, live, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(live) or 'none'}"
             raise UserError(f"{component.role}: this cluster has no partition '{component.partition}': {hint}")
+    for complaint in _over_live_limits(plan, slurm.partition_limits()):
+        raise UserError(complaint)
     slurm.test(text)
+
+
+def _over_live_limits(plan: HetJobPlan, limits: Mapping[str, PartitionLimits]) -> Iterator[str]:
+    """What sbatch takes and Slurm then keeps pending for ever (PartitionTimeLimit); --test-only doesn't tell of it.
+
+    A QOS may lengthen a partition's time, so nothing is said of the time of a component that states one.
+    """
+    for component in plan.components:
+        limit = limits.get(component.partition)
+        if limit is None or not component.time or any(option_name(o) == "--qos" for o in component.directives):
+            continue
+        if limit_s(component.time) > limit.max_time_s:
+            yield (
+                f"{component.role}: --time={component.time}: partition '{component.partition}' of this cluster allows "
+                f"{format_time(limit.max_time_s)}, the job would wait for ever: set job.time"
+            )
 
 
 def _directives(script: str) -> list[str]:
@@ -89,6 +112,7 @@ def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
         slurm.require()
         version = slurm.version()
         live = slurm.partitions()
+        limits = slurm.partition_limits()
     except UserError as error:  # no Slurm here
         return [Finding(True, f"partitions and version are not compared: {error}", looked=False)]
     except MilesError as error:
@@ -104,7 +128,22 @@ def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
         there = partition.name in live
         found = "is there" if there else f"is not among {', '.join(live) or 'none'}"
         findings.append(Finding(there, f"partition '{partition.name}' {found}"))
+        if there and partition.name in limits:
+            findings += _outdated(partition, limits[partition.name])
     return findings
+
+
+def _outdated(partition: SitePartition, live: PartitionLimits) -> Iterator[Finding]:
+    """Limits change: where the file allows more than Slurm, jobs that it lets pass would wait for ever."""
+    where = f"partition '{partition.name}'"
+    if partition.max_time and parse_time(partition.max_time) > live.max_time_s:
+        shown = format_time(live.max_time_s)
+        yield Finding(False, f"{where}: the site file allows {partition.max_time}, Slurm {shown}: bring it up to date")
+    if live.max_nodes is not None and partition.max_nodes > live.max_nodes:
+        yield Finding(
+            False,
+            f"{where}: the site file allows {partition.max_nodes} nodes, Slurm {live.max_nodes}: bring it up to date",
+        )
 
 
 def _stated(site: SiteConfig) -> list[str]:

@@ -153,3 +153,22 @@ def test_options_of_plug_ins_are_unknown_without_them(wide_box: Box, name: str) 
 def test_a_plain_script_is_taken(wide_box: Box) -> None:
     """The refusals above are of the options, not of the script around them."""
     assert ask(wide_box, "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --exclusive\n#SBATCH --network=job_vni\ntrue\n") == ""
+
+
+def test_a_time_over_the_partitions_limit_is_one_line_although_sbatch_would_take_it(wide_box: Box) -> None:
+    site = make_site("slurm_box")
+    plan, text = script(site, "job.time=02:00:00")
+    slurm = Slurm(environ=wide_box.env())
+    check_job(plan, text, slurm)
+    wide_box.run("scontrol", "update", "partitionname=rollout", "maxtime=90", "maxnodes=3")
+    try:
+        limits = slurm.partition_limits()
+        assert (limits["rollout"].max_time_s, limits["rollout"].max_nodes) == (5400.0, 3)
+        assert (limits["trainer"].max_time_s, limits["trainer"].max_nodes) == (float("inf"), None)
+        assert ask(wide_box, text) == ""  # it would wait with PartitionTimeLimit
+        message = r"^rollout: --time=02:00:00: partition 'rollout' of this cluster allows 01:30:00, the job would wait"
+        with pytest.raises(UserError, match=message):
+            check_job(plan, text, slurm)
+        check_job(*script(site, "job.time=01:30:00"), slurm)
+    finally:
+        wide_box.run("scontrol", "update", "partitionname=rollout", "maxtime=infinite", "maxnodes=unlimited")

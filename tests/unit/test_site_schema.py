@@ -12,6 +12,7 @@ from miles_hpc.cluster.hetjob import plan_job
 from miles_hpc.cluster.preflight import check_site
 from miles_hpc.cluster.site import data_folder, role_environment, width_variables, with_env_set
 from miles_hpc.cluster.site_facts import facts_toml, layouts_text, uncovered_facts, unknown_facts
+from miles_hpc.cluster.slurm import PartitionLimits
 from miles_hpc.core.config import (
     SiteConfig,
     SiteEnvSet,
@@ -350,6 +351,9 @@ class FakeSlurm:
     def partitions(self) -> list[str]:
         return ["p"]
 
+    def partition_limits(self) -> dict[str, PartitionLimits]:
+        return {"p": PartitionLimits(max_time_s=43200.0, max_nodes=8)}
+
     def version(self) -> str:
         return self._version
 
@@ -363,5 +367,13 @@ def test_check_against_a_cluster() -> None:
         "slurm-wlm 22.05.8: the site file asks for 23.11.7 or newer"
     ]
     assert all(finding.ok for finding in check_site(site_with(slurm_version_min="24.05"), FakeSlurm("slurm 24.05.1")))
+    stale = SitePartition(name="p", roles=["trainer", "rollout", "sandbox"], max_time="24:00:00", max_nodes=9)
+    texts = [f.text for f in check_site(site_with(partitions=[stale]), FakeSlurm("slurm 25.11.4")) if not f.ok]
+    assert texts == [
+        "partition 'p': the site file allows 24:00:00, Slurm 12:00:00: bring it up to date",
+        "partition 'p': the site file allows 9 nodes, Slurm 8: bring it up to date",
+    ]
+    exact = SitePartition(name="p", roles=["trainer", "rollout", "sandbox"], max_time="12:00:00", max_nodes=8)
+    assert all(finding.ok for finding in check_site(site_with(partitions=[exact]), FakeSlurm("slurm 25.11.4")))
     hidden = site_with(sbatch=SiteSbatch(partition_stated=False), partitions=make_site("perlmutter").partitions)
     assert all(finding.ok for finding in check_site(hidden, FakeSlurm("slurm 25.11.4")))

@@ -9,6 +9,7 @@ import pytest
 
 from miles_hpc.cluster.hetjob import plan_job
 from miles_hpc.cluster.preflight import check_job, check_site
+from miles_hpc.cluster.slurm import PartitionLimits
 from miles_hpc.cluster.slurm_options import OPTIONS, option_complaints, version_of
 from miles_hpc.core.config import SiteFabric, SiteTopology
 from miles_hpc.core.errors import UserError
@@ -88,6 +89,25 @@ def test_a_script_with_a_newer_option_is_one_line_before_sbatch() -> None:
     assert str(caught.value) == f"batch script: {complaint}"
     with pytest.raises(AssertionError, match="sbatch was asked"):
         check_job(plan, "#!/bin/bash\n#SBATCH --nodes=2\n\nset -e\n#SBATCH --stepmgr\n", OldSlurm())
+
+
+def test_a_time_that_would_wait_for_ever_is_one_line_before_sbatch() -> None:
+    limits = {"trainer": PartitionLimits(max_time_s=3600.0, max_nodes=None)}
+    slurm = FakeSlurm(limits=limits)
+    for time, fits in (("01:00:00", True), ("60", True), ("61", False), ("UNLIMITED", False), ("", True)):
+        plan = plan_job(make_run(f"job.time={time}"), make_site(), RunPaths(Path("/runs/tiny")))
+        if fits:
+            check_job(plan, "#!/bin/bash\n", slurm)
+            continue
+        with pytest.raises(UserError) as caught:
+            check_job(plan, "#!/bin/bash\n", slurm)
+        assert str(caught.value) == (
+            f"trainer: --time={time}: partition 'trainer' of this cluster allows 01:00:00, the job would wait for ever: "
+            "set job.time"
+        )
+    # A QOS may lengthen it: that is left to Slurm.
+    long = plan_job(make_run("job.time=61", "job.qos=long"), make_site(), RunPaths(Path("/runs/tiny")))
+    check_job(long, "#!/bin/bash\n", slurm)
 
 
 def test_sites_check_says_so_too() -> None:
