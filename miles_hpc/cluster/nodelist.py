@@ -18,8 +18,8 @@ here they are refused:
     a],b[1]   a] b1
     [         (a blank)
 
-A line break is part of a name for scontrol: "a\\nb[1-2]" comes out as a, b1, a, b2. Here it separates names, as a
-blank does.
+A line break separates names, as a blank does and as it does for Slurm from 23.02 on (CHANGELOG 23.02). For 22.05 it is
+part of a name: "a\\nb[1-2]" comes out as a, b1, a, b2.
 """
 
 from __future__ import annotations

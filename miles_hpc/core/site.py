@@ -157,7 +157,7 @@ class SiteImex(Section, frozen=True, kw_only=True):
         "unknown"  # what has one: a job (each component of a het job is one), a segment of it, or the plug-in is off
     )
     per_segment_allowed: bool | None = None  # --network=unique-channel-per-segment
-    max_channels: int = 0  # in use at once on the cluster
+    max_channels: int = 0  # for readers: in use at once on the cluster
 
 
 class SiteTopology(Section, frozen=True, kw_only=True):
@@ -166,7 +166,9 @@ class SiteTopology(Section, frozen=True, kw_only=True):
     domain_gpus: int = 0  # GPUs of one NVLink domain
     domain_nodes: int = 0
     spare_nodes_per_rack: int = 0  # nodes of a domain that no segment should count on
-    may_span: list[Literal["tensor", "expert", "engine"]] = []  # groups of ranks that may reach beyond a domain
+    may_span: list[
+        Literal["tensor", "expert", "engine"]
+    ] = []  # for readers: groups of ranks that may reach beyond a domain
     segment_directive: bool | None = None  # whether --segment may be stated
     segment_nodes: int = 0  # --segment of every component that has more nodes; needs segment_directive = true
 

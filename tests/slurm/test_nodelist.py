@@ -38,7 +38,7 @@ UNPAIRED = {
     "a[x": ["a]"],
     "a[2-1": ["a]"],
 }
-#: A line break is part of a name for scontrol. Names without brackets come out right all the same.
+#: A line break is part of a name for scontrol before 23.02. Names without brackets come out right all the same.
 LINES = {
     "a\nb": (["a", "b"], ["a", "b"]),
     "a\nb[1-2]": (["a", "b1", "a", "b2"], ["a", "b1", "b2"]),

@@ -16,6 +16,7 @@ GOLDEN = [
     ("n[008-011]", "n008 n009 n010 n011"),
     ("host[9-10]", "host9 host10"),
     ("host[09-11]", "host09 host10 host11"),
+    ("host[09-100]", " ".join(f"host{n:02d}" for n in range(9, 101))),
     ("rack[0-1]_blade[0-1]", "rack0_blade0 rack0_blade1 rack1_blade0 rack1_blade1"),
     ("n[1-2][3-4]", "n13 n14 n23 n24"),
     ("x[1-2][3-4]y[5-6]", "x13y5 x13y6 x23y5 x23y6 x14y5 x14y6 x24y5 x24y6"),

@@ -102,8 +102,8 @@ def test_a_time_that_would_wait_for_ever_is_one_line_before_sbatch() -> None:
         with pytest.raises(UserError) as caught:
             check_job(plan, "#!/bin/bash\n", slurm)
         assert str(caught.value) == (
-            f"trainer: --time={time}: partition 'trainer' of this cluster allows 01:00:00, the job would wait for ever: "
-            "set job.time"
+            f"trainer: --time={time}: partition 'trainer' of this cluster allows 01:00:00, the job would wait for "
+            "ever: set job.time"
         )
     # A QOS may lengthen it: that is left to Slurm.
     long = plan_job(make_run("job.time=61", "job.qos=long"), make_site(), RunPaths(Path("/runs/tiny")))
