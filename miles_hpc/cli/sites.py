@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 
@@ -49,7 +50,7 @@ def _detect() -> int:
     folders = site_folders()
     sites = [load_site(name, folders) for name in sorted(site_names(folders))]
     host = socket.gethostname()
-    found = matching_sites(sites, host, str(env.read("SLURM_CLUSTER_NAME")))
+    found = matching_sites(sites, host, str(env.read("SLURM_CLUSTER_NAME")), os.environ)
     for name, evidence in found:
         print(f"{name}  {evidence}")
     if len(found) == 1:

@@ -58,16 +58,23 @@ def site_name(option: str, run: RunConfig, environ: Mapping[str, str] | None = N
     return option or str(env.read("MILES_HPC_SITE", environ)) or run.site
 
 
-def matching_sites(sites: Iterable[SiteConfig], host: str, cluster: str) -> list[tuple[str, str]]:
+def matching_sites(
+    sites: Iterable[SiteConfig], host: str, cluster: str, environ: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
     """Names of the sites that this may be, each with its evidence.
 
-    `host` is this host's name, with or without domain; `cluster` is Slurm's ClusterName, "" when it isn't known.
+    `host` is this host's name, with or without domain; `cluster` is Slurm's ClusterName, "" when it isn't known;
+    `environ` is where variables of sites are looked for.
     """
+    variables = environ or {}
     found = []
     short = host.partition(".")[0]
     for site in sites:
         pattern = next((one for one in site.host_patterns if re.fullmatch(one, short)), None)
-        if pattern is not None:
+        told = next(((k, v) for k, v in site.host_variables.items() if variables.get(k) == v), None)
+        if told is not None:
+            found.append((site.name, f"{told[0]} is '{told[1]}'"))
+        elif pattern is not None:
             found.append((site.name, f"host {short} matches '{pattern}'"))
         elif cluster and cluster in (site.name, *site.aliases):
             found.append((site.name, f"Slurm's cluster is called '{cluster}'"))

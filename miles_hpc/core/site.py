@@ -216,6 +216,7 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     title: str = ""
     aliases: list[str] = []  # further names for --site
     host_patterns: list[str] = []  # regular expressions for whole host names of nodes, without their domain
+    host_variables: dict[str, str] = {}  # variables that every shell of the site has, with the values that tell it
     sources: list[SiteSource | str] = []  # a plain string covers nothing in particular
     verified: str = ""  # date
     notes: list[str] = []  # for readers: what doesn't apply here, traps

@@ -34,6 +34,7 @@ title = "Base"
 aliases = ["b"]
 verified = "2026-08-22"
 host_patterns = ["base.*"]
+host_variables = { SYSTEM = "base" }
 gpu_request = "gpus-per-node"
 mpi = "pmix"
 [env]
@@ -79,6 +80,7 @@ def test_fields_of_the_base_hold_where_the_file_says_nothing(tmp_path: Path) -> 
     assert [s.source for s in site.sources if isinstance(s, SiteSource)] == ["mine", "https://example.org/base"]
     # What names the base isn't inherited.
     assert (site.title, site.aliases, site.verified, site.host_patterns, site.inherits) == ("", [], "", [], "")
+    assert site.host_variables == {}
 
 
 def test_bases_have_bases_and_a_merged_site_loads_back_equal(tmp_path: Path) -> None:
