@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_hpc.cluster.hetjob import gpu_option, memory_option, plan_job
 from miles_hpc.cluster.placement import role_srun_args
@@ -14,7 +16,7 @@ from miles_hpc.core.config import SiteConfig, SitePartition, SiteSbatch
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import validate
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.site_rules import forbidden_options
+from miles_hpc.core.site_rules import forbidden_options, option_name
 from tests.unit.runs import make_gpu_run, make_site
 from tests.unit.test_site_files import SLURM_SITES
 
@@ -222,3 +224,50 @@ def test_a_required_option_left_out_is_refused(name: str, key: str) -> None:
     validate(run, site)
     with pytest.raises(UserError, match=rf"{key}: site '{name}' wants --"):
         plan_job(run, site, RunPaths(Path("/r")))
+
+
+#: Shares of a node's GPUs; one rank a node, or one a GPU.
+_GROUP = st.tuples(st.integers(1, 40), st.sampled_from((0.0, 0.5, 1.0, 1.0)), st.sampled_from((1, 7, 20, 80)))
+
+
+@given(
+    name=st.sampled_from(SLURM_SITES),
+    groups=st.tuples(_GROUP, _GROUP),
+    rank_per_gpu=st.booleans(),
+    mem=st.sampled_from(("", "", "0", "8G")),
+    time=st.sampled_from(("", "30", "02:00:00", "1-0", "7-0")),
+)
+def test_any_run_is_refused_in_a_line_or_asks_as_the_site_wants(
+    name: str, groups: tuple[tuple[int, float, int], ...], rank_per_gpu: bool, mem: str, time: str
+) -> None:
+    site = make_site(name)
+    whole = max(partition.gpus_per_node for partition in site.partitions)
+    keys = [f"job.time={time}", *(f"groups.{role}.mem={mem}" for role in ("trainer", "rollout", "sandbox"))]
+    for role, (nodes, share, cpus) in zip(("trainer", "rollout"), groups, strict=True):
+        gpus = int(whole * share)
+        keys += [f"groups.{role}.nodes={nodes}", f"groups.{role}.gpus_per_node={gpus}"]
+        keys += [f"groups.{role}.cpus_per_task={cpus}"]
+        if role == "trainer":
+            keys += [f"groups.trainer.ranks_per_node={max(1, gpus) if rank_per_gpu else 1}"]
+    run = make_gpu_run(site, *keys)
+    try:
+        validate(run, site)
+        plan = plan_job(run, site, RunPaths(Path("/r")))
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    for component in plan.components:
+        group = getattr(run.groups, component.role)
+        names = [option_name(directive) for directive in component.directives]
+        assert len(names) == len(set(names))
+        assert not forbidden_options(site) & set(names)
+        assert set(site.sbatch.required) <= set(names)
+        gpus = [n for n in names if n in ("--gres", "--gpus-per-node", "--gpus-per-task", "--gpus")]
+        asked = group.gpus_per_node > 0 and site.gpu_request != "none"
+        assert gpus == ([f"--{site.gpu_request}"] if asked else [])
+        cpus = component.cpus_per_task * component.ntasks_per_node
+        assert cpus >= site.sbatch.cpus_per_gpu_min * group.gpus_per_node
+        arguments = role_srun_args(run, site, component.role, name="step", environ=ENVIRON)
+        assert {a for a in arguments if a.startswith(REQUESTS)} == {
+            d for d in component.directives if d.startswith(REQUESTS)
+        }
