@@ -1,12 +1,12 @@
 """How large and how long a run may be at a site: limits of partitions, QOS and jobs' sizes. Pure.
 
 To Slurm each component of a het job is a job (heterogeneous_jobs.html, "Limitations"). So what counts jobs counts
-components, and a limit by size holds for each component. Limits on nodes are meant for what a user has at once: the
-nodes of all components in a partition are added up, as Slurm 26.05 does as well.
+components, and a limit by size holds for each component; with layout split there is one job. Limits on nodes are meant
+for what a user has at once: the nodes of all components in a partition are added up, as Slurm 26.05 does as well.
 
     time    QOS with a limit of its own, else the partition; and the partition's limits by size
     nodes   partition: its components together; QOS: all components together
-    jobs    partition and QOS: components that run at once
+    jobs    partition: its components, QOS: all components, that run at once
     chain   places where no job may follow another; how often a job is requeued
 """
 
@@ -64,13 +64,12 @@ def _times(
         kind = "QOS" if place is qos else "partition"
         if place.max_time and asked > limit_s(place.max_time):
             yield f"{stated}: {kind} '{place.name}' of site '{site.name}' allows {place.max_time}: {way_out}"
-    for role, partition in partitions.items():
-        nodes = getattr(run.groups, role).nodes
+    for what, partition, nodes in _asked(run, site, partitions):
         limit = next((limit for limit in partition.limits if nodes <= limit.max_nodes), None)
         if limit is not None and asked > limit_s(limit.max_time):
             yield (
                 f"{stated}: partition '{partition.name}' of site '{site.name}' allows {limit.max_time} up to "
-                f"{limit.max_nodes} nodes, and groups.{role} has {nodes}: {way_out}"
+                f"{limit.max_nodes} nodes, and {what} has {nodes}: {way_out}"
             )
     for partition in _different(partitions):
         nodes = sum(getattr(run.groups, role).nodes for role, its in partitions.items() if its.name == partition.name)
@@ -98,14 +97,24 @@ def _chain(run: RunConfig, site: SiteConfig, partitions: Mapping[str, SitePartit
 def _jobs(
     run: RunConfig, site: SiteConfig, partitions: Mapping[str, SitePartition], qos: SiteQos | None
 ) -> Iterator[str]:
-    components = len(partitions)
-    limits = [("partition", partition) for partition in _different(partitions)]
-    for kind, limit in [*limits, ("QOS", qos)]:
+    placed = [partition.name for _, partition, _ in _asked(run, site, partitions)]
+    counts = [("partition", partition, placed.count(partition.name)) for partition in _different(partitions)]
+    for kind, limit, components in [*counts, ("QOS", qos, len(placed))]:
         if limit is not None and limit.max_running and components > limit.max_running:
             yield (
                 f"{kind} '{limit.name}' of site '{site.name}' runs {limit.max_running} of a user's jobs at once, and "
-                f"a het job of {components} components counts {components} times: choose another"
+                f"a het job counts once for each of its {components} components there: choose another"
             )
+
+
+def _asked(
+    run: RunConfig, site: SiteConfig, partitions: Mapping[str, SitePartition]
+) -> list[tuple[str, SitePartition, int]]:
+    """What Slurm takes for a job each: whose it is, its partition, its nodes."""
+    nodes = {role: int(getattr(run.groups, role).nodes) for role in partitions}
+    if site.layout == "split" and partitions:
+        return [("the job", next(iter(partitions.values())), sum(nodes.values()))]
+    return [(f"groups.{role}", partition, nodes[role]) for role, partition in partitions.items()]
 
 
 def _different(partitions: Mapping[str, SitePartition]) -> list[SitePartition]:

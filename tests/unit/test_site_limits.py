@@ -8,6 +8,7 @@ import pytest
 from miles_hpc.core.config import SiteConfig, SiteLifecycle, SitePartition, SiteQos, SiteSizeLimit
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import validate
+from miles_hpc.core.site_limits import limit_complaints
 from tests.unit.runs import make_gpu_run, make_run, make_site
 
 BINS = [SiteSizeLimit(max_nodes=1, max_time="01:00:00"), SiteSizeLimit(max_nodes=2, max_time="2:00:00")]
@@ -73,9 +74,11 @@ def long_qos(**limits: object) -> list[SiteQos]:
             ["job.time=23"],
             "partition 'gpu' of site 's' allows 90 node-minutes, which is 00:22:00 for 4 nodes: ask for less",
         ),
-        ({"max_running": 3}, [], ""),
-        ({"max_running": 2}, ["groups.sandbox.nodes=0"], ""),
-        ({"max_running": 2}, [], "partition 'gpu' of site 's' runs 2 of a user's jobs at once, and a het job of 3"),
+        ({"max_running": 2}, [], ""),
+        ({"max_running": 1}, [], "partition 'gpu' of site 's' runs 1 of a user's jobs at once, and a het job counts"),
+        ({"max_running": 1}, ["groups.rollout.partition=cpu"], ""),
+        ({"qos": long_qos(max_running=3)}, ["job.qos=long"], ""),
+        ({"qos": long_qos(max_running=2)}, ["job.qos=long"], "QOS 'long' of site 's' runs 2 of a user's jobs at once"),
         ({"lifecycle": SiteLifecycle(max_requeues=5)}, ["job.max_allocations=6"], ""),
         ({"lifecycle": SiteLifecycle(max_requeues=5), "requeue": False}, ["job.max_allocations=7"], ""),
         (
@@ -108,7 +111,13 @@ def test_a_limit(changes: dict[str, object], overrides: list[str], complaint: st
         ("frontier", ["job.time=02:01:00"], "allows 02:00:00 up to 91 nodes, and groups.trainer has 4"),
         ("clariden", ["job.time=12:00:00"], ""),
         ("clariden", ["job.time=12:00:01"], "partition 'normal' of site 'clariden' allows 12:00:00"),
-        ("clariden", ["groups.trainer.partition=debug", "groups.trainer.nodes=4", "job.time=22"], "runs 1 of a user's"),
+        ("clariden", ["groups.trainer.partition=debug", "groups.trainer.nodes=4", "job.time=22"], ""),
+        (
+            "clariden",
+            [*(f"groups.{role}.{key}" for role in ("trainer", "rollout") for key in ("partition=debug", "nodes=2"))],
+            "partition 'debug' of site 'clariden' runs 1 of a user's jobs at once, and a het job counts once for each "
+            "of its 2 components there: choose another",
+        ),
         (
             "clariden",
             ["groups.trainer.partition=debug", "groups.trainer.nodes=4", "job.time=23"],
@@ -140,3 +149,13 @@ def test_limits_of_shipped_sites(name: str, overrides: list[str], complaint: str
     with pytest.raises(UserError) as caught:
         validate(run, its)
     assert complaint in str(caught.value)
+
+
+def test_one_job_of_all_groups_counts_once() -> None:
+    """Layout split: the size of the job is that of all groups, and it runs as one."""
+    five = [SiteSizeLimit(max_nodes=4, max_time="01:00:00"), SiteSizeLimit(max_nodes=5, max_time="02:00:00")]
+    one = msgspec.structs.replace(site(limits=five, max_running=1), layout="split")
+    placed = {"trainer": one.partitions[0], "rollout": one.partitions[0], "sandbox": one.partitions[0]}
+    assert list(limit_complaints(make_run("job.time=02:00:00"), one, placed)) == []
+    (complaint,) = limit_complaints(make_run("job.time=02:01:00"), one, placed)
+    assert "allows 02:00:00 up to 5 nodes, and the job has 5: ask for less" in complaint
