@@ -6,7 +6,7 @@ for what a user has at once: the nodes of all components in a partition are adde
 
     time    QOS with a limit of its own, else the partition; and the partition's limits by size
     nodes   partition: its components together; QOS: all components together
-    jobs    partition: its components, QOS: all components, that run at once
+    jobs    partition: its components, QOS: all components, that run or wait at once
     chain   places where no job may follow another; how often a job is requeued
 """
 
@@ -100,11 +100,14 @@ def _jobs(
     placed = [partition.name for _, partition, _ in _asked(run, site, partitions)]
     counts = [("partition", partition, placed.count(partition.name)) for partition in _different(partitions)]
     for kind, limit, components in [*counts, ("QOS", qos, len(placed))]:
-        if limit is not None and limit.max_running and components > limit.max_running:
-            yield (
-                f"{kind} '{limit.name}' of site '{site.name}' runs {limit.max_running} of a user's jobs at once, and "
-                f"a het job counts once for each of its {components} components there: choose another"
-            )
+        if limit is None:
+            continue
+        for verb, most in (("runs", limit.max_running), ("takes", limit.max_submitted)):
+            if most and components > most:
+                yield (
+                    f"{kind} '{limit.name}' of site '{site.name}' {verb} {most} of a user's jobs at once, and "
+                    f"a het job counts once for each of its {components} components there: choose another"
+                )
 
 
 def _asked(

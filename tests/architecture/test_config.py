@@ -30,8 +30,6 @@ READ_BY_PEOPLE = {
     "SiteConfig.service_ports",
     "SiteConfig.slurm_version_seen",
     "SiteConfig.userns",
-    "SitePartition.max_submitted",
-    "SiteQos.max_submitted",
     "TrainConfig.minibatches_per_step",
 }
 #: Looked up by name, `getattr(groups, role)`.

@@ -77,6 +77,12 @@ def long_qos(**limits: object) -> list[SiteQos]:
         ({"max_running": 2}, [], ""),
         ({"max_running": 1}, [], "partition 'gpu' of site 's' runs 1 of a user's jobs at once, and a het job counts"),
         ({"max_running": 1}, ["groups.rollout.partition=cpu"], ""),
+        ({"max_submitted": 2}, [], ""),
+        (
+            {"max_submitted": 1},
+            [],
+            "partition 'gpu' of site 's' takes 1 of a user's jobs at once, and a het job counts",
+        ),
         ({"qos": long_qos(max_running=3)}, ["job.qos=long"], ""),
         ({"qos": long_qos(max_running=2)}, ["job.qos=long"], "QOS 'long' of site 's' runs 2 of a user's jobs at once"),
         ({"lifecycle": SiteLifecycle(max_requeues=5)}, ["job.max_allocations=6"], ""),
@@ -114,7 +120,10 @@ def test_a_limit(changes: dict[str, object], overrides: list[str], complaint: st
         ("clariden", ["groups.trainer.partition=debug", "groups.trainer.nodes=4", "job.time=22"], ""),
         (
             "clariden",
-            [*(f"groups.{role}.{key}" for role in ("trainer", "rollout") for key in ("partition=debug", "nodes=2"))],
+            [
+                *(f"groups.{role}.{key}" for role in ("trainer", "rollout") for key in ("partition=debug", "nodes=2")),
+                "job.time=22",
+            ],
             "partition 'debug' of site 'clariden' runs 1 of a user's jobs at once, and a het job counts once for each "
             "of its 2 components there: choose another",
         ),
