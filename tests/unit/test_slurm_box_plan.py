@@ -74,6 +74,10 @@ def test_bad_groups_are_refused(nodes: str, gpus: str, says: str) -> None:
         ({"groups": (Group(name="a", nodes=1), Group(name="a", nodes=2))}, "twice"),
         ({"groups": (Group(name="a", nodes=500),)}, "500 nodes"),
         ({"cpus": 0}, "--cpus"),
+        (
+            {"declared": (Declared(name="far", nodes=1, partitions=("trainer",), cpus=1),)},
+            "expected distinct names of groups and declared partitions",
+        ),
         ({"cluster": "My Cluster"}, "--name"),
         ({"node_timeout_s": 0}, "--node-timeout"),
     ],

@@ -107,6 +107,9 @@ class BoxSpec:
             raise UserError(f"a box needs at least one group; expected {_NODES_SYNTAX}")
         if len({group.name for group in self.groups}) != len(self.groups):
             raise UserError(f"a group is given twice in {self.nodes_text}; expected distinct names")
+        named = [group.name for group in self.groups] + [name for d in self.declared for name in d.partitions]
+        if len(set(named)) != len(named):
+            raise UserError(f"partitions {', '.join(named)}: expected distinct names of groups and declared partitions")
         total = sum(group.nodes for group in self.groups)
         if total > MAX_NODES:
             raise UserError(f"{self.nodes_text}: {total} nodes; expected {MAX_NODES} at most")
