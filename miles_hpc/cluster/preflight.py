@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
-from miles_hpc.cluster.hetjob import HetJobPlan
+from miles_hpc.cluster.job_plan import JobPlan
 from miles_hpc.cluster.slurm import PartitionLimits
 from miles_hpc.cluster.slurm_options import option_complaints, version_of
 from miles_hpc.core.config import SiteConfig, SitePartition
@@ -49,7 +49,7 @@ class Finding:
         return ("ok" if self.ok else "FAIL") if self.looked else "skip"
 
 
-def check_job(plan: HetJobPlan, text: str, slurm: Scheduler, *, runtimes: Sequence[str] = ()) -> None:
+def check_job(plan: JobPlan, text: str, slurm: Scheduler, *, runtimes: Sequence[str] = ()) -> None:
     """Raise UserError when Slurm is missing, lacks a partition of the plan, or would refuse the batch script.
 
     `runtimes` are the site's container runtimes, which bring options of their own.
@@ -63,13 +63,13 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler, *, runtimes: Sequen
         if component.partition and component.partition not in live:
             near = get_close_matches(component.partition, live, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(live) or 'none'}"
-            raise UserError(f"{component.role}: this cluster has no partition '{component.partition}': {hint}")
+            raise UserError(f"{component.roles[0]}: this cluster has no partition '{component.partition}': {hint}")
     for complaint in _over_live_limits(plan, slurm.partition_limits()):
         raise UserError(complaint)
     slurm.test(text)
 
 
-def _over_live_limits(plan: HetJobPlan, limits: Mapping[str, PartitionLimits]) -> Iterator[str]:
+def _over_live_limits(plan: JobPlan, limits: Mapping[str, PartitionLimits]) -> Iterator[str]:
     """What sbatch takes and Slurm then keeps pending for ever (PartitionTimeLimit); --test-only doesn't tell of it.
 
     A QOS may lengthen a partition's time, so nothing is said of the time of a component that states one.
@@ -80,8 +80,8 @@ def _over_live_limits(plan: HetJobPlan, limits: Mapping[str, PartitionLimits]) -
             continue
         if limit_s(component.time) > limit.max_time_s:
             yield (
-                f"{component.role}: --time={component.time}: partition '{component.partition}' of this cluster allows "
-                f"{format_time(limit.max_time_s)}, the job would wait for ever: set job.time"
+                f"{component.roles[0]}: --time={component.time}: partition '{component.partition}' of this cluster "
+                f"allows {format_time(limit.max_time_s)}, the job would wait for ever: set job.time"
             )
 
 

@@ -12,12 +12,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from miles_hpc.cluster.lifecycle import remaining_s
+from miles_hpc.cluster.nodelist import compress
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 from miles_hpc.core.walltime import parse_time
 
@@ -110,12 +111,15 @@ class Slurm:
         for command in ("sbatch", "scontrol", "squeue", "scancel"):
             self._locate(command)
 
-    def submit(self, script: str | Path, *, dependency: str = "") -> int:
+    def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
         """Hand a batch script (its text, or the path of a file) to sbatch; returns the leader's job id.
+
+        Both options hold for all components of a het job (heterogeneous_jobs.html lists what carries over).
 
         Raises UserError with sbatch's own words when it refuses the script.
         """
         options = [f"--dependency={dependency}"] if dependency else []
+        options += [f"--exclude={compress(exclude)}"] if exclude else []
         answer = self._sbatch(script, "--parsable", *options)
         found = re.match(r"(\d+)", answer)  # "123" or "123;cluster"
         if found is None:
@@ -183,6 +187,16 @@ class Slurm:
     def remaining_s(self, job_id: int) -> float:
         """Seconds until the allocation ends; math.inf when it has no end."""
         return remaining_s(self.end_time(job_id), time.time())
+
+    def failed_nodes(self, names: Sequence[str]) -> dict[str, str]:
+        """Those of these nodes that Slurm has given up, with its reason: down, failing, or not responding."""
+        answer = self._run("sinfo", "--noheader", "--Node", f"--nodes={compress(names)}", "--format=%N|%T|%E")
+        failed = {}
+        for line in answer.splitlines():
+            name, state, reason = (*line.split("|", 2), "", "")[:3]
+            if state.rstrip("*~#!%$@^-") in ("down", "fail", "failing", "error") or state.endswith("*"):
+                failed[name] = f"{state}: {reason}" if reason not in ("", "none") else state
+        return failed
 
     def partitions(self) -> list[str]:
         """Names of the partitions that this user sees."""

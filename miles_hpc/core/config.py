@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from miles_hpc.core.section import PythonConfig, Section
 from miles_hpc.core.site import (
+    Layout,
     SiteConfig,
     SiteContainer,
     SiteEnvSet,
@@ -169,6 +170,7 @@ class GroupConfig(Section, frozen=True, kw_only=True):
     partition: str = ""  # default: the site's partition for this role
     constraint: str = ""
     mem: str = ""
+    spare_nodes: int = 0  # asked for in addition: each takes the place of a node that fails, in the same allocation
 
 
 class GroupsConfig(Section, frozen=True, kw_only=True):
@@ -186,8 +188,10 @@ class JobConfig(Section, frozen=True, kw_only=True):
     account: str = ""
     qos: str = ""
     env_set: str = ""  # one of the site's env_sets; "" = the site's own choice
+    layout: Layout | Literal[""] = ""  # "" = the site's
     signal_s: int = 120  # seconds before the limit at which Slurm signals the batch script
     max_allocations: int = 100  # a run that needs more is a mistake
+    max_idle_allocations: int = 2  # so many in a row without progress end the chain
     extra_directives: list[str] = []  # stated for every component, without '#SBATCH '
 
 

@@ -62,6 +62,10 @@ class RunPaths:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
+    def output(self, job_id: int) -> Path:
+        """The batch script's output, of all starts of a job; named in its directives as slurm-%A.out."""
+        return self.attempts / f"slurm-{job_id}.out"
+
     def attempt(self, attempt: int) -> Path:
         return self.attempts / f"{attempt:04d}"
 
@@ -79,6 +83,20 @@ class RunPaths:
     def outcome(self, attempt: int) -> Path:
         """How an attempt ended; written last by its supervisor."""
         return self.attempt(attempt) / "outcome.json"
+
+    def attempt_start(self, attempt: int) -> Path:
+        """What an attempt found when it started."""
+        return self.attempt(attempt) / "start.json"
+
+    @property
+    def cancelled(self) -> Path:
+        """There while the run's owner wants nothing more to start."""
+        return self.root / "cancelled"
+
+    @property
+    def bad_nodes(self) -> Path:
+        """Nodes that later allocations leave out, with reasons; a user may edit it."""
+        return self.root / "bad_nodes.json"
 
     @property
     def events(self) -> Path:

@@ -1,8 +1,8 @@
 """How large and how long a run may be at a site: limits of partitions, QOS and jobs' sizes. Pure.
 
 To Slurm each component of a het job is a job (heterogeneous_jobs.html, "Limitations"). So what counts jobs counts
-components, and a limit by size holds for each component; with layout split there is one job. Limits on nodes are meant
-for what a user has at once: the nodes of all components in a partition are added up, as Slurm 26.05 does as well.
+components, and a limit by size holds for each component; a split layout is one job. Limits on nodes are meant for what
+a user has at once: the nodes of all components in a partition are added up, as Slurm 26.05 does as well.
 
     time    QOS with a limit of its own, else the partition; and the partition's limits by size
     nodes   partition: its components together; QOS: all components together
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from miles_hpc.core.config import RunConfig, SiteConfig, SitePartition, SiteQos
+from miles_hpc.core.layouts import asked_nodes, is_split, layout_of
 from miles_hpc.core.walltime import format_time, limit_s
 
 __all__ = ["limit_complaints"]
@@ -40,7 +41,7 @@ def _nodes(
 
 
 def _over(run: RunConfig, roles: list[str], allowed: int, where: str) -> Iterator[str]:
-    nodes = {role: int(getattr(run.groups, role).nodes) for role in roles}
+    nodes = {role: asked_nodes(getattr(run.groups, role)) for role in roles}
     if not allowed:
         return
     for role, count in nodes.items():
@@ -72,7 +73,8 @@ def _times(
                 f"{limit.max_nodes} nodes, and {what} has {nodes}: {way_out}"
             )
     for partition in _different(partitions):
-        nodes = sum(getattr(run.groups, role).nodes for role, its in partitions.items() if its.name == partition.name)
+        roles = [role for role, its in partitions.items() if its.name == partition.name]
+        nodes = sum(asked_nodes(getattr(run.groups, role)) for role in roles)
         if partition.node_minutes and nodes * asked / 60 > partition.node_minutes:
             most = format_time(60 * (partition.node_minutes // nodes))
             yield (
@@ -114,8 +116,8 @@ def _asked(
     run: RunConfig, site: SiteConfig, partitions: Mapping[str, SitePartition]
 ) -> list[tuple[str, SitePartition, int]]:
     """What Slurm takes for a job each: whose it is, its partition, its nodes."""
-    nodes = {role: int(getattr(run.groups, role).nodes) for role in partitions}
-    if site.layout == "split" and partitions:
+    nodes = {role: asked_nodes(getattr(run.groups, role)) for role in partitions}
+    if is_split(layout_of(run, site)) and partitions:
         return [("the job", next(iter(partitions.values())), sum(nodes.values()))]
     return [(f"groups.{role}", partition, nodes[role]) for role, partition in partitions.items()]
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from miles_hpc.cli.main import main
-from miles_hpc.cluster.placement import role_srun_args
+from miles_hpc.cluster.placement import place, role_srun_args
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import read_job
 from miles_hpc.core.load import resolved_toml
@@ -27,15 +27,15 @@ pytestmark = pytest.mark.slurm
 STEPS = """
 import os, subprocess, sys
 from pathlib import Path
-from miles_hpc.cluster.placement import role_environ, role_srun_args
+from miles_hpc.cluster.placement import place, role_environ, role_srun_args
 from miles_hpc.core.load import load_prepared
 
 root = Path(sys.argv[-1])
 run, site = load_prepared(root)
 (root / "logs").mkdir()
 for role in ("trainer", "rollout", "sandbox"):
-    srun = role_srun_args(run, site, role, name=role, environ=os.environ)
-    environ = role_environ(os.environ, run, site, role)
+    srun = role_srun_args(run, site, role, name=role, placement=place(run, site, os.environ))
+    environ = role_environ(os.environ, run, site, (role,))
     tell = 'env -0 > "$0/$SLURM_PROCID"'
     (root / "logs" / role).mkdir()
     subprocess.run([*srun, "bash", "-c", tell, str(root / "logs" / role)], env=environ, check=True, timeout=60)
@@ -97,7 +97,8 @@ def test_a_list_of_variables_would_be_cut_at_commas(clean_box: Box) -> None:
 
     assert seen("--export=PATH,LIST=mlx5_0,mlx5_1")["LIST"] == "mlx5_0"
     assert seen("--export=ALL")["LIST"] == "mlx5_0,mlx5_1"
-    environ = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": f"n{i}" for i in range(3)} | {"SLURM_HET_SIZE": "3"}
+    environ = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": f"n{i}[1-2]" for i in range(3)} | {"SLURM_HET_SIZE": "3"}
     for role in ("trainer", "rollout", "sandbox"):
-        arguments = role_srun_args(make_run(), make_site(), role, name="x", environ=environ)
+        placement = place(make_run(), make_site(), environ)
+        arguments = role_srun_args(make_run(), make_site(), role, name="x", placement=placement)
         assert [argument for argument in arguments if argument.startswith("--export")] == ["--export=ALL"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
+from miles_hpc.cluster.job_plan import JobPlan, plan_job
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.render import render_job
 from miles_hpc.cluster.site import template_folders
@@ -27,11 +27,11 @@ from tests.slurm.conftest import fresh_box
 from tests.unit.runs import make_gpu_run, make_site
 from tests.unit.test_site_files import SLURM_SITES
 from tools.slurm_box import Box, BoxSpec
-from tools.slurm_box.plan import Declared
+from tools.slurm_box.declared import Declared
 
 pytestmark = pytest.mark.slurm
 
-BOX_GROUPS = {"trainer", "rollout", "sandbox"}  # partitions that slurm_box has anyway
+BOX_PARTITIONS = {"trainer", "rollout", "sandbox", "all", "urgent"}  # those that every box has
 
 
 def declared() -> tuple[Declared, ...]:
@@ -43,7 +43,7 @@ def declared() -> tuple[Declared, ...]:
         Declared(
             name="far",
             nodes=100,
-            partitions=tuple(sorted({partition.name for partition in partitions} - BOX_GROUPS)),
+            partitions=tuple(sorted({partition.name for partition in partitions} - BOX_PARTITIONS)),
             features=tuple(sorted(features)),
             cpus=512,
             gpus=8,
@@ -59,7 +59,7 @@ def wide_box() -> Iterator[Box]:
         yield running
 
 
-def script(site: SiteConfig, *overrides: str) -> tuple[HetJobPlan, str]:
+def script(site: SiteConfig, *overrides: str) -> tuple[JobPlan, str]:
     # The box's own partitions are small; elsewhere it is the run of 32 + 32 GPUs.
     small = ("groups.trainer.nodes=1", "groups.rollout.nodes=1") if site.name == "slurm_box" else ()
     run = make_gpu_run(site, *small, *overrides)
@@ -83,6 +83,23 @@ def test_sbatch_parses_the_script_of_every_site(wide_box: Box, name: str) -> Non
     # The same options mean something: one that the cluster lacks is refused.
     assert "not available" in ask(wide_box, text.replace("--cpus-per-task=", "--cpus-per-task=999"), **_partition(site))
     assert len(plan.components) == text.count("#SBATCH hetjob") + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(n, lay) for n in SLURM_SITES for lay in ("hetjob_span", "split", "split_span")]
+)
+def test_other_layouts_are_parsed_or_refused_in_a_line(wide_box: Box, name: str, layout: str) -> None:
+    """A site that lists no partition for all roles can't hold a split job; the others' scripts are parsed."""
+    site = make_site(name)
+    try:
+        plan, text = script(site, f"job.layout={layout}")
+    except UserError as error:
+        one_for_all = any({"trainer", "rollout", "sandbox"} <= set(partition.roles) for partition in site.partitions)
+        assert layout not in site.layouts if site.layouts else (not one_for_all and layout.startswith("split"))
+        assert "\n" not in str(error)
+        return
+    assert len(plan.components) == (1 if layout.startswith("split") else 3)
+    assert ask(wide_box, text, **_partition(site)) == ""
 
 
 def _partition(site: SiteConfig) -> dict[str, str]:

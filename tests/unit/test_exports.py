@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_hpc.cluster.hetjob import plan_job
+from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.render import bash_quote, render_job
 from miles_hpc.cluster.site import template_folders
 from miles_hpc.core.errors import UserError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_hpc.cluster.hetjob import gpu_option, memory_option, plan_job
-from miles_hpc.cluster.placement import role_srun_args
+from miles_hpc.cluster.job_plan import gpu_option, memory_option, plan_job
+from miles_hpc.cluster.placement import place, role_srun_args
 from miles_hpc.core.config import SiteConfig, SitePartition, SiteSbatch
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import validate
@@ -95,13 +95,13 @@ SITES = {
 def test_a_role_at_a_site(name: str, role: str) -> None:
     site = make_site(name)
     run = make_gpu_run(site)
-    (component,) = (c for c in plan_job(run, site, RunPaths(Path("/r"))).components if c.role == role)
+    (component,) = (c for c in plan_job(run, site, RunPaths(Path("/r"))).components if c.roles == (role,))
     texts = dict(zip(("trainer", "rollout"), SITES[name], strict=True)) | {"sandbox": "--cpus-per-task=1"}
     ranks = max(1, max(partition.gpus_per_node for partition in site.partitions)) if role == "trainer" else 1
     expected = [f"--ntasks-per-node={ranks}", *texts[role].split()]
     assert [d for d in component.directives if d.startswith(REQUESTS)] == expected
     # The step states the same again: it must not depend on what srun takes from the batch script's component.
-    arguments = role_srun_args(run, site, role, name="step", environ=ENVIRON)
+    arguments = role_srun_args(run, site, role, name="step", placement=place(run, site, ENVIRON))
     assert [a for a in arguments if a.startswith(REQUESTS)] == expected
 
 
@@ -129,7 +129,7 @@ def test_memory(rule: str, asked: str) -> None:
     for component in plan_job(run, site, RunPaths(Path("/r"))).components:
         stated = [d for d in component.directives if d.startswith("--mem")]
         assert stated == ([f"--mem={expected}"] if expected else [])
-        arguments = role_srun_args(run, site, component.role, name="step", environ=ENVIRON)
+        arguments = role_srun_args(run, site, component.roles[0], name="step", placement=place(run, site, ENVIRON))
         assert [a for a in arguments if a.startswith("--mem")] == stated
 
 
@@ -257,7 +257,7 @@ def test_any_run_is_refused_in_a_line_or_asks_as_the_site_wants(
         assert "\n" not in str(error)
         return
     for component in plan.components:
-        group = getattr(run.groups, component.role)
+        group = getattr(run.groups, component.roles[0])
         names = [option_name(directive) for directive in component.directives]
         assert len(names) == len(set(names))
         assert not forbidden_options(site) & set(names)
@@ -267,7 +267,7 @@ def test_any_run_is_refused_in_a_line_or_asks_as_the_site_wants(
         assert gpus == ([f"--{site.gpu_request}"] if asked else [])
         cpus = component.cpus_per_task * component.ntasks_per_node
         assert cpus >= site.sbatch.cpus_per_gpu_min * group.gpus_per_node
-        arguments = role_srun_args(run, site, component.role, name="step", environ=ENVIRON)
+        arguments = role_srun_args(run, site, component.roles[0], name="step", placement=place(run, site, ENVIRON))
         assert {a for a in arguments if a.startswith(REQUESTS)} == {
             d for d in component.directives if d.startswith(REQUESTS)
         }

@@ -161,7 +161,7 @@ def test_limits_of_shipped_sites(name: str, overrides: list[str], complaint: str
 
 
 def test_one_job_of_all_groups_counts_once() -> None:
-    """Layout split: the size of the job is that of all groups, and it runs as one."""
+    """A split layout: the size of the job is that of all groups, and it runs as one."""
     five = [SiteSizeLimit(max_nodes=4, max_time="01:00:00"), SiteSizeLimit(max_nodes=5, max_time="02:00:00")]
     one = msgspec.structs.replace(site(limits=five, max_running=1), layout="split")
     placed = {"trainer": one.partitions[0], "rollout": one.partitions[0], "sandbox": one.partitions[0]}

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_hpc.core.errors import UserError
+from tools.slurm_box.declared import Declared
 from tools.slurm_box.history import expand_nodes, parse_history
-from tools.slurm_box.plan import UNIX_SOCKET_LIMIT, BoxSpec, Declared, Group, Plan, max_root_length, parse_groups
+from tools.slurm_box.plan import UNIX_SOCKET_LIMIT, BoxSpec, Group, Plan, max_root_length, parse_groups
 
 NAMES = st.from_regex(r"[a-z]([a-z-]{0,14}[a-z])?", fullmatch=True)
 
@@ -76,7 +77,7 @@ def test_bad_groups_are_refused(nodes: str, gpus: str, says: str) -> None:
         ({"cpus": 0}, "--cpus"),
         (
             {"declared": (Declared(name="far", nodes=1, partitions=("trainer",), cpus=1),)},
-            "expected distinct names of groups and declared partitions",
+            "expected distinct names",
         ),
         ({"cluster": "My Cluster"}, "--name"),
         ({"node_timeout_s": 0}, "--node-timeout"),
@@ -126,8 +127,10 @@ def test_slurm_conf_declares_nodes_and_partitions() -> None:
     assert "Gres" not in nodes[2]
     partitions = [line for line in text.splitlines() if line.startswith("PartitionName=")]
     assert partitions == [
-        "PartitionName=trainer Nodes=trainer[1-2] MaxTime=INFINITE State=UP Default=YES",
-        "PartitionName=sandbox Nodes=sandbox1 MaxTime=INFINITE State=UP",
+        "PartitionName=trainer Nodes=trainer[1-2] MaxTime=INFINITE State=UP Default=YES GraceTime=20",
+        "PartitionName=sandbox Nodes=sandbox1 MaxTime=INFINITE State=UP GraceTime=20",
+        "PartitionName=all Nodes=ALL MaxTime=INFINITE State=UP GraceTime=20",
+        "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10",
     ]
 
 
@@ -236,4 +239,4 @@ def test_declared_nodes_are_known_to_slurm_and_run_nothing() -> None:
     assert "NodeName=far[1-64] CPUs=512 RealMemory=262144 Gres=gpu:h100:8 Feature=gpu,hbm80g State=CLOUD" in lines
     assert "NodeName=one1 CPUs=4 RealMemory=262144 State=CLOUD" in lines
     partitions = [line.split()[0] for line in lines if line.startswith("PartitionName=")]
-    assert partitions == ["PartitionName=trainer", "PartitionName=a", "PartitionName=b", "PartitionName=c"]
+    assert partitions == [f"PartitionName={name}" for name in ("trainer", "all", "urgent", "a", "b", "c")]

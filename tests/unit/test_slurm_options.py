@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from miles_hpc.cluster.hetjob import plan_job
+from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.preflight import check_job, check_site
 from miles_hpc.cluster.slurm import PartitionLimits
 from miles_hpc.cluster.slurm_options import OPTIONS, option_complaints, version_of
@@ -71,10 +71,13 @@ def test_a_runtime_brings_its_options() -> None:
 
 
 class OldSlurm(FakeSlurm):
-    """Slurm 22.05 in memory; it must not come to the question whether it takes the script."""
+    """The box's Slurm 22.05 in memory; it must not come to the question whether it takes the script."""
 
     def version(self) -> str:
         return "slurm-wlm 22.05.8"
+
+    def partitions(self) -> list[str]:
+        return [partition.name for partition in make_site().partitions]
 
     def test(self, script: str | Path) -> None:
         raise AssertionError("sbatch was asked")

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.core.errors import UserError
+from tools.slurm_box.declared import Declared
 
-__all__ = ["BoxSpec", "Declared", "Group", "Node", "Plan", "max_root_length", "parse_groups"]
+__all__ = ["BoxSpec", "Group", "Node", "Plan", "max_root_length", "parse_groups"]
 
 #: sun_path holds 108 bytes with the closing NUL (unix(7)).
 UNIX_SOCKET_LIMIT = 107
 #: "_<job id>.<step id>" behind a node's name; the batch step has id 4294967291.
 STEP_SUFFIX = "_9999999.4294967291"
 PORT_BLOCK = 64
+ALL_PARTITION, URGENT_PARTITION = "all", "urgent"
+PREEMPT_GRACE_S = 20
 MAX_NODES = 240  # addresses .2 and up in one /24
 _NAME = re.compile(r"[a-z][a-z-]{0,14}[a-z]|[a-z]", re.ASCII)
 _NODES_SYNTAX = "GROUP:COUNT[,GROUP:COUNT...], for example trainer:2,rollout:2,sandbox:2"
@@ -35,22 +38,6 @@ class Group:
     name: str
     nodes: int
     gpus: int = 0  # fake GRES per node
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declared:
-    """Nodes that Slurm only knows of: no daemon runs on them, and jobs for them are asked about (sbatch --test-only).
-
-    Name, partitions and features are a real cluster's: its scripts are parsed as they would be there.
-    """
-
-    name: str
-    nodes: int
-    partitions: tuple[str, ...]
-    cpus: int
-    features: tuple[str, ...] = ()
-    gpus: int = 0
-    gpu_type: str = ""  # as in gres requests: gpu:<type>:<n>
 
 
 def parse_groups(nodes: str, gpus: str = "") -> tuple[Group, ...]:
@@ -107,9 +94,13 @@ class BoxSpec:
             raise UserError(f"a box needs at least one group; expected {_NODES_SYNTAX}")
         if len({group.name for group in self.groups}) != len(self.groups):
             raise UserError(f"a group is given twice in {self.nodes_text}; expected distinct names")
-        named = [group.name for group in self.groups] + [name for d in self.declared for name in d.partitions]
+        named = (
+            [group.name for group in self.groups]
+            + [ALL_PARTITION, URGENT_PARTITION]
+            + [name for d in self.declared for name in d.partitions]
+        )
         if len(set(named)) != len(named):
-            raise UserError(f"partitions {', '.join(named)}: expected distinct names of groups and declared partitions")
+            raise UserError(f"partitions {', '.join(named)}: expected distinct names")
         total = sum(group.nodes for group in self.groups)
         if total > MAX_NODES:
             raise UserError(f"{self.nodes_text}: {total} nodes; expected {MAX_NODES} at most")
@@ -144,11 +135,7 @@ class BoxSpec:
     def from_json(cls, data: Mapping[str, Any]) -> BoxSpec:
         """Inverse of to_json. Raises TypeError or KeyError when `data` has another shape."""
         groups = tuple(Group(**group) for group in data["groups"])
-        listed = {"partitions": tuple, "features": tuple}
-        declared = tuple(
-            Declared(**{key: listed.get(key, lambda value: value)(value) for key, value in nodes.items()})
-            for nodes in data.get("declared", ())
-        )
+        declared = tuple(Declared.from_json(nodes) for nodes in data.get("declared", ()))
         return cls(**{**data, "groups": groups, "declared": declared})
 
 
@@ -286,6 +273,9 @@ class Plan:
             "SchedulerType=sched/backfill",
             "SchedulerParameters=bf_interval=1,sched_interval=5,sched_min_interval=0,batch_sched_delay=0",
             "PriorityType=priority/basic",
+            f"# Jobs in {URGENT_PARTITION} take nodes from others, which get SIGTERM and are requeued GraceTime later.",
+            "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE",
             "JobRequeue=1",
             "",
             "# Losses are noticed in seconds; a node that registers again is used again.",
@@ -315,11 +305,15 @@ class Plan:
                 f"NodeAddr={node.address} Port={node.port} CPUs={spec.cpus} RealMemory={spec.memory_mib}"
                 f"{gres} Feature={node.group} State=UNKNOWN"
             )
+        grace = f" GraceTime={PREEMPT_GRACE_S}"
         for i, group in enumerate(spec.groups):
             default = " Default=YES" if i == 0 else ""
-            lines.append(f"PartitionName={group.name} Nodes={_range(group)} MaxTime=INFINITE State=UP{default}")
+            lines.append(f"PartitionName={group.name} Nodes={_range(group)} MaxTime=INFINITE State=UP{default}{grace}")
+        # For jobs without components, and for somebody who takes the nodes from any other partition.
+        lines.append(f"PartitionName={ALL_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP{grace}")
+        lines.append(f"PartitionName={URGENT_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10")
         for nodes in spec.declared:
-            lines += _declared_lines(nodes, memory_mib=spec.memory_mib)
+            lines += nodes.conf_lines(memory_mib=spec.memory_mib)
         return "\n".join(lines) + "\n"
 
     def _accounting_lines(self) -> list[str]:
@@ -379,17 +373,7 @@ def ports_needed(spec: BoxSpec) -> int:
     return 2 + sum(group.nodes for group in spec.groups)
 
 
-def _declared_lines(nodes: Declared, *, memory_mib: int) -> list[str]:
-    """Cloud nodes: Slurm takes them for powered off and never waits for them."""
-    gres = f" Gres=gpu:{nodes.gpu_type + ':' if nodes.gpu_type else ''}{nodes.gpus}" if nodes.gpus else ""
-    feature = f" Feature={','.join(nodes.features)}" if nodes.features else ""
-    return [
-        f"NodeName={_range(nodes)} CPUs={nodes.cpus} RealMemory={memory_mib}{gres}{feature} State=CLOUD",
-        *(f"PartitionName={name} Nodes={_range(nodes)} MaxTime=INFINITE State=UP" for name in nodes.partitions),
-    ]
-
-
-def _range(group: Group | Declared) -> str:
+def _range(group: Group) -> str:
     return f"{group.name}1" if group.nodes == 1 else f"{group.name}[1-{group.nodes}]"
 
 
