@@ -16,7 +16,14 @@ from checkpoints.journal import read_journals
 from checkpoints.lineage import account
 from checkpoints.manifest import newest_complete
 from miles_hpc.cluster.job_plan import JobPlan, plan_job
-from miles_hpc.cluster.site import role_environment, site_folders, site_name, source_root, template_folders
+from miles_hpc.cluster.site import (
+    role_environment,
+    site_folders,
+    site_name,
+    source_root,
+    template_folders,
+    with_env_set,
+)
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
@@ -72,7 +79,7 @@ def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInput
     paths = RunPaths(Path.cwd() / run_dir)
     run = msgspec.structs.replace(run, site=site.name, run_dir=str(paths.root))
     validate(run, site)
-    return RunInputs(run=run, site=site, paths=paths, source=file.read_text())
+    return RunInputs(run=run, site=with_env_set(site, run.job.env_set), paths=paths, source=file.read_text())
 
 
 def render(run: RunConfig, site: SiteConfig, paths: RunPaths) -> tuple[JobPlan, str]:

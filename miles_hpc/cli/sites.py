@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 
 from miles_hpc.cluster.preflight import check_site
 from miles_hpc.cluster.site import matching_sites, site_folders
-from miles_hpc.cluster.site_facts import layouts_text, unknown_facts
+from miles_hpc.cluster.site_facts import facts_toml, layouts_text, unknown_facts
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.core import env
 from miles_hpc.core.config import SiteConfig
-from miles_hpc.core.load import load_site, resolved_toml, site_names
+from miles_hpc.core.load import load_site, site_names
 
 __all__ = ["main"]
 
@@ -31,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     site = load_site(args.site or str(env.read("MILES_HPC_SITE")), folders)
     unknown = unknown_facts(site)
     if args.action == "show":
-        print(resolved_toml(site), end="")
+        print(facts_toml(site), end="")
         print("\n# Not known:" if unknown else "\n# Nothing is left open.")
         for key in unknown:
             print(f"#   {key}")
@@ -49,7 +50,7 @@ def _detect() -> int:
     folders = site_folders()
     sites = [load_site(name, folders) for name in sorted(site_names(folders))]
     host = socket.gethostname()
-    found = matching_sites(sites, host, str(env.read("SLURM_CLUSTER_NAME")))
+    found = matching_sites(sites, host, str(env.read("SLURM_CLUSTER_NAME")), os.environ)
     for name, evidence in found:
         print(f"{name}  {evidence}")
     if len(found) == 1:

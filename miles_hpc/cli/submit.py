@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     check_environment(inputs.run)
     check_model(inputs.run)
     slurm = Slurm()
-    check_job(plan, text, slurm)
+    check_job(plan, text, slurm, runtimes=inputs.site.container.runtimes)
     check_idle(inputs.paths, slurm)
     if args.dry_run:
         _show(summarise_job(inputs.run, inputs.site, plan, inputs.paths, continues=continues), text, as_json=args.json)

@@ -63,7 +63,7 @@ class JobComponent:
             f"--ntasks-per-node={self.ntasks_per_node}",
             f"--cpus-per-task={self.cpus_per_task}",
             *(option for option in optional if option),
-            f"--time={self.time}",
+            *([f"--time={self.time}"] if self.time else []),  # "" is the partition's default; sbatch takes no empty one
             *self.extra,
         )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from miles_hpc.cluster.job_plan import gpu_option, memory_option, tasks_per_node
 from miles_hpc.cluster.nodelist import compress, expand
-from miles_hpc.cluster.site import role_environment
+from miles_hpc.cluster.site import role_environment, width_variables
 from miles_hpc.core import env
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
@@ -230,6 +230,6 @@ def role_environ(environ: Mapping[str, str], run: RunConfig, site: SiteConfig, r
 
     The batch script has those of the widest role, and what is right between nodes may not even start on one.
     """
-    other = {*site.env_single_node, *site.env_multi_node}
+    other = width_variables(site)
     kept = {key: value for key, value in step_environ(environ).items() if key not in other}
     return kept | role_environment(site, nodes=sum(getattr(run.groups, role).nodes for role in roles))

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from miles_hpc.core import env
-from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.config import RunConfig, SiteConfig, SiteEnvSet
 
 __all__ = [
     "data_folder",
@@ -19,6 +21,8 @@ __all__ = [
     "site_name",
     "source_root",
     "template_folders",
+    "width_variables",
+    "with_env_set",
 ]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -54,16 +58,23 @@ def site_name(option: str, run: RunConfig, environ: Mapping[str, str] | None = N
     return option or str(env.read("MILES_HPC_SITE", environ)) or run.site
 
 
-def matching_sites(sites: Iterable[SiteConfig], host: str, cluster: str) -> list[tuple[str, str]]:
+def matching_sites(
+    sites: Iterable[SiteConfig], host: str, cluster: str, environ: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
     """Names of the sites that this may be, each with its evidence.
 
-    `host` is this host's name, with or without domain; `cluster` is Slurm's ClusterName, "" when it isn't known.
+    `host` is this host's name, with or without domain; `cluster` is Slurm's ClusterName, "" when it isn't known;
+    `environ` is where variables of sites are looked for.
     """
+    variables = environ or {}
     found = []
     short = host.partition(".")[0]
     for site in sites:
         pattern = next((one for one in site.host_patterns if re.fullmatch(one, short)), None)
-        if pattern is not None:
+        told = next(((k, v) for k, v in site.host_variables.items() if variables.get(k) == v), None)
+        if told is not None:
+            found.append((site.name, f"{told[0]} is '{told[1]}'"))
+        elif pattern is not None:
             found.append((site.name, f"host {short} matches '{pattern}'"))
         elif cluster and cluster in (site.name, *site.aliases):
             found.append((site.name, f"Slurm's cluster is called '{cluster}'"))
@@ -75,6 +86,29 @@ def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
     return str(getattr(run.python, role) or getattr(site.python, role) or sys.executable)
 
 
+def with_env_set(site: SiteConfig, name: str) -> SiteConfig:
+    """The site with another of its `env_sets` in force; "" keeps the site's own choice. `name` has been validated."""
+    return msgspec.structs.replace(site, env_set=name) if name else site
+
+
 def role_environment(site: SiteConfig, *, nodes: int) -> dict[str, str]:
-    """Variables that the site wants for a role which spans `nodes` nodes."""
-    return {**site.env, **(site.env_multi_node if nodes > 1 else site.env_single_node)}
+    """Variables that the site wants for a role which spans `nodes` nodes, those of the set in force last."""
+    several = nodes > 1
+    chosen = _env_set(site)
+    return {
+        **site.env,
+        **(site.env_multi_node if several else site.env_single_node),
+        **chosen.env,
+        **(chosen.env_multi_node if several else chosen.env_single_node),
+    }
+
+
+def width_variables(site: SiteConfig) -> frozenset[str]:
+    """Names of the variables that differ between a role on one node and one that spans nodes."""
+    chosen = _env_set(site)
+    tables = (site.env_single_node, site.env_multi_node, chosen.env_single_node, chosen.env_multi_node)
+    return frozenset(name for table in tables for name in table)
+
+
+def _env_set(site: SiteConfig) -> SiteEnvSet:
+    return next((one for one in site.env_sets if one.name == site.env_set), SiteEnvSet(name=""))

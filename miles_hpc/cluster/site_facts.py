@@ -6,28 +6,43 @@ from typing import Any
 
 import msgspec
 
+from miles_hpc.core import toml
 from miles_hpc.core.config import SiteConfig
 from miles_hpc.core.site import SiteSource
 
-__all__ = ["layouts_text", "uncovered_facts", "unknown_facts"]
+__all__ = ["facts_toml", "layouts_text", "uncovered_facts", "unknown_facts"]
 
 #: Keys whose absence says "nothing special here", not "nobody knows".
 _ABSENT_IS_FINE = {
-    "aliases", "directives", "env", "env_multi_node", "env_single_node", "gpu_request", "inherits", "interface",
+    "aliases", "directives", "env", "env_multi_node", "env_set", "env_sets", "env_single_node", "gpu_request",
+    "host_variables", "inherits", "interface",
     "layouts_why", "modules", "notes", "proxy", "python", "qos", "slurm_version_min", "sources", "title", "verified",
     "fabric.hostname_suffix", "sbatch.cpus_per_gpu_min", "sbatch.forbidden", "sbatch.gpu_bind", "sbatch.required",
     "topology.segment_nodes", "lifecycle.chaining_forbidden",
 }  # fmt: skip
 #: The same inside lists of tables.
-_ABSENT_IS_FINE_IN = {
-    "partitions": {"constraint", "gres", "roles", "max_submitted", "preemptable", "gpus_per_node"},
+_ABSENT_IS_FINE_IN: dict[str, set[str]] = {
+    "partitions": {
+        "constraint",
+        "gres",
+        "roles",
+        "max_submitted",
+        "preemptable",
+        "gpus_per_node",
+        "limits",
+        "node_minutes",
+    },
     "qos": {"max_submitted", "preemptable"},
     "file_systems": {"stripes", "quota_inodes"},
 }
 #: What a file says about itself: no facts of the cluster.
 _NO_FACTS = {"name", "inherits", "title", "sources", "verified", "notes", "python", "scheduler", "aliases"}
 _SLINGSHOT = {"fabric.vni_strategy", "fabric.slurm_network"}
-_NVLINK_DOMAIN = {"topology.domain_gpus", "topology.domain_nodes", "topology.segment_directive"}
+_NVLINK_DOMAIN = {
+    "topology.domain_gpus", "topology.domain_nodes", "topology.segment_directive", "topology.spare_nodes_per_rack",
+    "topology.may_span", "imex.channel", "imex.per_segment_allowed", "imex.max_channels",
+}  # fmt: skip
+_PREEMPTION = {"lifecycle.preempt_grace_s", "lifecycle.preempt_signals", "lifecycle.preempt_user_signal"}
 _GPUS = {"node.gpus", "node.gpu", "node.gpu_vendor", "node.gpu_nics"}
 _PURGE = {"purge_basis", "touch_forbidden"}
 
@@ -55,10 +70,13 @@ def _irrelevant(site: SiteConfig) -> set[str]:
     """Facts that such a cluster hasn't got: VNIs without Slingshot, NICs of GPUs without GPUs."""
     with_gpus = any(partition.gpus_per_node for partition in site.partitions)
     with_domain = bool(site.topology.domain_gpus or site.topology.domain_nodes)
+    preemptable = [*(partition.preemptable for partition in site.partitions), *(qos.preemptable for qos in site.qos)]
+    preempts = not preemptable or any(answer is not False for answer in preemptable)
     return (
         (set() if with_gpus else _GPUS)
         | (set() if with_domain else _NVLINK_DOMAIN)
         | (set() if site.fabric.kind == "cxi" else _SLINGSHOT)
+        | (set() if preempts else _PREEMPTION)
     )
 
 
@@ -70,6 +88,48 @@ def uncovered_facts(site: SiteConfig) -> list[str]:
     if not site.requeue:  # the careful choice, also where nobody knows
         stated.remove("requeue")
     return [key for key in stated if key not in covered | _NO_FACTS]
+
+
+def facts_toml(site: SiteConfig) -> str:
+    """The merged site as TOML with what is known only; a comment stands where nobody knows: "# userns: not known".
+
+    Loads back equal to `site`, since what is left out is what is absent.
+    """
+    unknown = set(unknown_facts(site))
+    lines = _table_lines(site, "", unknown)
+    for key in site.__struct_fields__:
+        value = getattr(site, key)
+        if isinstance(value, msgspec.Struct):
+            lines += _section(f"[{key}]", _table_lines(value, f"{key}.", unknown))
+        elif _are_tables(value):
+            for item in value:
+                label = getattr(item, "name", None) or getattr(item, "path", "")
+                lines += _section(f"[[{key}]]", _table_lines(item, f"{key}[{label}].", unknown))
+    for key in site.__struct_fields__:
+        if isinstance(value := getattr(site, key), dict) and value:
+            lines += ["", *toml.dumps({key: value}).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _section(header: str, lines: list[str]) -> list[str]:
+    return ["", header, *lines] if lines else []
+
+
+def _table_lines(struct: msgspec.Struct, path: str, unknown: set[str]) -> list[str]:
+    """What a table holds. The file's own tables come after it, under headers; those of an item stand in it."""
+    lines = []
+    for field in msgspec.structs.fields(struct):
+        value = getattr(struct, field.name)
+        below = isinstance(value, msgspec.Struct | dict) or _are_tables(value)
+        if f"{path}{field.name}" in unknown:
+            lines.append(f"# {field.name}: not known")
+        elif (field.required or not _absent(value)) and (path or not below):
+            lines.append(f"{field.name} = {toml.inline(value)}")
+    return lines
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, msgspec.Struct) for item in value)
 
 
 def layouts_text(site: SiteConfig) -> str:

@@ -6,6 +6,7 @@ carry the component's id: Slurm takes requeue for leaders only, and cancels sing
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -20,8 +21,18 @@ from miles_hpc.cluster.accounting import SACCT_FIELDS, AccountingRecord, parse_s
 from miles_hpc.cluster.lifecycle import remaining_s
 from miles_hpc.cluster.nodelist import compress
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
+from miles_hpc.core.walltime import parse_time
 
-__all__ = ["ACTIVE_STATES", "ComponentState", "Slurm", "SlurmError", "Step", "parse_jobs"]
+__all__ = [
+    "ACTIVE_STATES",
+    "ComponentState",
+    "PartitionLimits",
+    "Slurm",
+    "SlurmError",
+    "Step",
+    "parse_jobs",
+    "parse_limits",
+]
 
 #: Job states in which a job still holds or waits for nodes (squeue(1), JOB STATE CODES).
 ACTIVE_STATES = frozenset(
@@ -77,6 +88,14 @@ class Step:
     id: str
     name: str
     nodes: str
+
+
+@dataclass(frozen=True)
+class PartitionLimits:
+    """The largest job that a partition takes."""
+
+    max_time_s: float  # math.inf: none
+    max_nodes: int | None  # None: as many as it has
 
 
 class Slurm:
@@ -195,6 +214,10 @@ class Slurm:
         """Names of the partitions that this user sees."""
         return list(dict.fromkeys(self._run("sinfo", "--noheader", "--format=%R").split()))
 
+    def partition_limits(self) -> dict[str, PartitionLimits]:
+        """What a job may ask for in each partition that this user sees, by its name."""
+        return parse_limits(self._run("sinfo", "--noheader", "--format=%R|%l|%s"))
+
     def version(self) -> str:
         """Slurm's version as sbatch tells it: "slurm-wlm 22.05.8"."""
         return self._run("sbatch", "--version").strip()
@@ -237,6 +260,20 @@ class Slurm:
                 raise UserError(f"no Slurm on this machine: {shown}: {text}: set SLURM_CONF, or use 'miles-hpc local'")
             raise SlurmError(f"{shown}: {text}")
         return done.stdout
+
+
+def parse_limits(text: str) -> dict[str, PartitionLimits]:
+    """`sinfo --format=%R|%l|%s`: a line per partition and state of nodes, "gpu|1-00:00:00|1-infinite"."""
+    limits = {}
+    for line in text.splitlines():
+        name, time_limit, size = (*line.split("|"), "", "")[:3]
+        most = size.rpartition("-")[2]
+        try:
+            seconds = parse_time(time_limit)
+        except UserError:  # "n/a"
+            seconds = math.inf
+        limits[name] = PartitionLimits(max_time_s=seconds, max_nodes=int(most) if most.isdecimal() else None)
+    return limits
 
 
 def parse_jobs(text: str) -> list[ComponentState]:

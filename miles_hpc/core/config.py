@@ -13,14 +13,17 @@ from miles_hpc.core.site import (
     Layout,
     SiteConfig,
     SiteContainer,
+    SiteEnvSet,
     SiteFabric,
     SiteFileSystem,
+    SiteImex,
     SiteLifecycle,
     SiteNode,
     SitePartition,
     SitePorts,
     SiteQos,
     SiteSbatch,
+    SiteSizeLimit,
     SiteSource,
     SiteStripe,
     SiteTopology,
@@ -41,14 +44,17 @@ __all__ = [
     "SftConfig",
     "SiteConfig",
     "SiteContainer",
+    "SiteEnvSet",
     "SiteFabric",
     "SiteFileSystem",
+    "SiteImex",
     "SiteLifecycle",
     "SiteNode",
     "SitePartition",
     "SitePorts",
     "SiteQos",
     "SiteSbatch",
+    "SiteSizeLimit",
     "SiteSource",
     "SiteStripe",
     "SiteTopology",
@@ -181,6 +187,7 @@ class JobConfig(Section, frozen=True, kw_only=True):
     time: str = "01:00:00"  # Slurm time of one allocation
     account: str = ""
     qos: str = ""
+    env_set: str = ""  # one of the site's env_sets; "" = the site's own choice
     layout: Layout | Literal[""] = ""  # "" = the site's
     signal_s: int = 120  # seconds before the limit at which Slurm signals the batch script
     max_allocations: int = 100  # a run that needs more is a mistake

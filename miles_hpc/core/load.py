@@ -139,7 +139,7 @@ def with_absolute_paths(run: RunConfig, base: Path) -> RunConfig:
 # ------------------------------------------------------------------------------------------------ inheritance
 
 #: What a site file says about itself alone; a base's sources are kept behind the file's own.
-_OWN = ("name", "title", "aliases", "host_patterns", "verified")
+_OWN = ("name", "title", "aliases", "host_patterns", "host_variables", "verified")
 
 
 def merged_tables(path: Path, search: list[Path]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The site file as frozen structs, documented per field: one cluster, facts only.
 
-    what a job looks like  sbatch, directives, layouts, partitions, qos, requeue      read by plan and validate
-    what a role gets       env*, modules, python, proxy, interface, mpi               read by plan and launch
-    node and net           node, fabric, topology, userns, container, file_systems    shown; unknown ones are listed
+    what a job looks like  sbatch, directives, layouts, partitions, qos, requeue           read by plan and validate
+    what a role gets       env*, env_sets, modules, python, proxy, interface, mpi          read by plan and launch
+    node and net           node, fabric, topology, imex, userns, container, file_systems   shown; unknown ones listed
 
 A fact that nobody has looked up is absent: None, "", an empty list or table, 0 for a size. `cluster.site_facts` lists
 what is absent. Where a fact is from is said in `sources`, whose `covers` names the keys.
@@ -18,14 +18,17 @@ __all__ = [
     "Layout",
     "SiteConfig",
     "SiteContainer",
+    "SiteEnvSet",
     "SiteFabric",
     "SiteFileSystem",
+    "SiteImex",
     "SiteLifecycle",
     "SiteNode",
     "SitePartition",
     "SitePorts",
     "SiteQos",
     "SiteSbatch",
+    "SiteSizeLimit",
     "SiteSource",
     "SiteStripe",
     "SiteTopology",
@@ -46,14 +49,23 @@ class SiteSource(Section, frozen=True, kw_only=True):
     covers: list[str] = []  # keys and tables of the site file that it speaks for
 
 
+class SiteSizeLimit(Section, frozen=True, kw_only=True):
+    """How long a job of some size may run. Each component of a het job is a job of its own here."""
+
+    max_nodes: int  # of one job, this many included
+    max_time: str
+
+
 class SitePartition(Section, frozen=True, kw_only=True):
     """One partition: which roles it suits, what a node of it has, what a job in it may ask for."""
 
     name: str
     roles: list[Literal["trainer", "rollout", "sandbox"]]  # the first partition listed for a role is its default
     nodes: int = 0  # 0 = unknown
-    max_nodes: int = 0  # of one job; 0 = unknown
-    max_time: str = ""  # for readers; Slurm itself refuses a job.time above it
+    max_nodes: int = 0  # of one run: the nodes of all its components here count; 0 = unknown
+    max_time: str = ""  # of one job, unless its QOS has a limit of its own
+    limits: list[SiteSizeLimit] = []  # tighter ones by the job's size, the smallest size first
+    node_minutes: int = 0  # of one run: nodes here times minutes; 0 = unknown
     max_running: int = 0  # jobs of one user; a het job counts once per component; 0 = unknown
     max_submitted: int = 0  # the same, queued ones included
     preemptable: bool | None = None
@@ -94,9 +106,12 @@ class SiteLifecycle(Section, frozen=True, kw_only=True):
     """How jobs end and come back here, as far as the site decides it. See also `requeue`."""
 
     requeue_default: bool | None = None  # what Slurm does with a job that says nothing
-    max_requeues: int = 0
+    max_requeues: int = 0  # of one job, by its owner or by Slurm; 0 = unknown
+    max_batch_requeue: int = 0  # Slurm's MaxBatchRequeue: after so many requeues by itself it holds the job
     chaining_forbidden: list[str] = []  # QOS and partitions in which a job must not submit its follower
     preempt_grace_s: int = 0
+    preempt_signals: list[str] = []  # what a preempted job gets before the grace time, in order, as "CONT", "TERM"
+    preempt_user_signal: bool | None = None  # whether --signal's one comes at preemption too (send_user_signal)
     kill_on_bad_exit_default: bool | None = None  # srun's default here; steps of this project state it
 
 
@@ -127,11 +142,35 @@ class SiteFabric(Section, frozen=True, kw_only=True):
     hostname_suffix: str = ""  # appended to a node's name to reach it over the fabric
 
 
+class SiteEnvSet(Section, frozen=True, kw_only=True):
+    """Variables that belong to one version of the network's software; they come over env, env_single_node, ..."""
+
+    name: str  # as job.env_set names it
+    since: str = ""  # for readers: from which software or date on, or until when
+    env: dict[str, str] = {}
+    env_single_node: dict[str, str] = {}
+    env_multi_node: dict[str, str] = {}
+
+
+class SiteImex(Section, frozen=True, kw_only=True):
+    """Channels for memory that is shared over NVLink between nodes, as Slurm's switch/nvidia_imex gives them out."""
+
+    channel: Literal["job", "segment", "none", "unknown"] = (
+        "unknown"  # what has one: a job (each component of a het job is one), a segment of it, or the plug-in is off
+    )
+    per_segment_allowed: bool | None = None  # --network=unique-channel-per-segment
+    max_channels: int = 0  # for readers: in use at once on the cluster
+
+
 class SiteTopology(Section, frozen=True, kw_only=True):
     """How far the fast links reach."""
 
     domain_gpus: int = 0  # GPUs of one NVLink domain
     domain_nodes: int = 0
+    spare_nodes_per_rack: int = 0  # nodes of a domain that no segment should count on
+    may_span: list[
+        Literal["tensor", "expert", "engine"]
+    ] = []  # for readers: groups of ranks that may reach beyond a domain
     segment_directive: bool | None = None  # whether --segment may be stated
     segment_nodes: int = 0  # --segment of every component that has more nodes; needs segment_directive = true
 
@@ -179,6 +218,7 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     title: str = ""
     aliases: list[str] = []  # further names for --site
     host_patterns: list[str] = []  # regular expressions for whole host names of nodes, without their domain
+    host_variables: dict[str, str] = {}  # variables that every shell of the site has, with the values that tell it
     sources: list[SiteSource | str] = []  # a plain string covers nothing in particular
     verified: str = ""  # date
     notes: list[str] = []  # for readers: what doesn't apply here, traps
@@ -204,7 +244,10 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     env: dict[str, str] = {}  # for every role
     env_single_node: dict[str, str] = {}  # in addition for a role on one node
     env_multi_node: dict[str, str] = {}  # in addition for a role that spans nodes
+    env_sets: list[SiteEnvSet] = []
+    env_set: str = ""  # the one of env_sets that holds unless job.env_set names another
     fabric: SiteFabric = SiteFabric()
+    imex: SiteImex = SiteImex()
     topology: SiteTopology = SiteTopology()
     userns: YesNo = "unknown"  # whether users may make user namespaces on compute nodes
     container: SiteContainer = SiteContainer()

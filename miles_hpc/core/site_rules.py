@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition, SiteQos
+from miles_hpc.core.config import GroupConfig, SiteConfig, SitePartition, SiteQos
+from miles_hpc.core.errors import UserError
+from miles_hpc.core.walltime import parse_time
 
 __all__ = ["directive_complaints", "forbidden_options", "group_complaints", "option_name", "site_complaints"]
 
 _OPTION = re.compile(r"--[a-z][a-z-]*\Z")
 _DATE = re.compile(r"20\d\d-\d\d(-\d\d)?\Z")
-_TIME = re.compile(r"((\d+-\d+|\d+)(:\d\d?){0,2}|UNLIMITED)?\Z")
 _VERSION = re.compile(r"(\d+\.\d+(\.\d+)?)?\Z")
 _GPU_REQUEST = re.compile(r"--gres[=\s]+gpu|--gpus([=\s]|-per-)|--ntasks-per-gpu|-G")
+_ENV_TABLES = ("env", "env_single_node", "env_multi_node")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+#: bash(1), Shell Variables: setting one ends a script under `set -e`.
+_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 _SHORT = {
     "-A": "--account",
     "-C": "--constraint",
@@ -30,6 +35,8 @@ _SHORT = {
     "-w": "--nodelist",
     "-x": "--exclude",
 }
+#: What --network takes for an IMEX channel per segment (sbatch(1), switch/nvidia_imex).
+_PER_SEGMENT = "unique-channel-per-segment"
 #: Options that are the beginning of a longer option's name and are meant as they stand.
 _WHOLE = ("--gpus", "--mem", "--nodes", "--ntasks", "--time", "--exclusive", "--reservation")
 
@@ -70,17 +77,74 @@ def site_complaints(site: SiteConfig) -> Iterator[str]:
     )
     for kind, limits in tables:
         for i, limit in enumerate(limits):
-            if not _TIME.match(limit.max_time):
+            if limit.max_time and not _is_time(limit.max_time):
                 yield f"'{kind}[{i}].max_time' = \"{limit.max_time}\": expected minutes, HH:MM:SS or D-HH:MM:SS"
             if [other.name for other in limits].count(limit.name) > 1:
                 yield f"'{kind}' lists '{limit.name}' twice"
+    for i, partition in enumerate(site.partitions):
+        sizes = [limit.max_nodes for limit in partition.limits]
+        if sizes != sorted(set(sizes)) or not all(sizes):
+            yield f"'partitions[{i}].limits': sizes {sizes}: expected each larger than the one before, from 1 on"
+        for k, size in enumerate(partition.limits):
+            if not _is_time(size.max_time):
+                where = f"'partitions[{i}].limits[{k}].max_time'"
+                yield f'{where} = "{size.max_time}": expected minutes, HH:MM:SS or D-HH:MM:SS'
+    sets = [env_set.name for env_set in site.env_sets]
+    for name in sets:
+        if sets.count(name) > 1 or not name:
+            yield f"'env_sets' lists '{name}' {sets.count(name)} times: expected different names"
+    if site.env_set not in (*sets, "") or (sets and not site.env_set):
+        yield f"'env_set' = \"{site.env_set}\": expected one of 'env_sets', {', '.join(sets) or 'which is empty'}"
+    yield from _topology_complaints(site)
+    yield from _variable_complaints(site)
+    if site.imex.channel == "segment" and _PER_SEGMENT not in site.fabric.slurm_network.split(","):
+        yield f"'imex.channel' = \"segment\": needs {_PER_SEGMENT} in 'fabric.slurm_network'"
     for key in ("slurm_version_seen", "slurm_version_min"):
         if not _VERSION.match(getattr(site, key)):
             yield f"'{key}' = \"{getattr(site, key)}\": expected a version such as 23.11.7"
-    if site.topology.segment_nodes and not site.topology.segment_directive:
-        yield f"'topology.segment_nodes' = {site.topology.segment_nodes}: needs topology.segment_directive = true"
     if site.compute_internet == "proxy" and not site.proxy:
         yield "'compute_internet' = \"proxy\": 'proxy' is missing"
+
+
+def _topology_complaints(site: SiteConfig) -> Iterator[str]:
+    topology = site.topology
+    if topology.segment_nodes and not topology.segment_directive:
+        yield f"'topology.segment_nodes' = {topology.segment_nodes}: needs topology.segment_directive = true"
+    if topology.domain_nodes:
+        usable = topology.domain_nodes - topology.spare_nodes_per_rack
+        if usable < 1:
+            yield (
+                f"'topology.spare_nodes_per_rack' = {topology.spare_nodes_per_rack}: expected fewer than the "
+                f"{topology.domain_nodes} nodes of a domain"
+            )
+        elif topology.segment_nodes > usable:
+            yield (
+                f"'topology.segment_nodes' = {topology.segment_nodes}: a domain has {topology.domain_nodes} nodes, "
+                f"{topology.spare_nodes_per_rack} of them spare: expected {usable} at most"
+            )
+
+
+def _variable_complaints(site: SiteConfig) -> Iterator[str]:
+    """Names and values that a batch script can't export."""
+    tables = {key: getattr(site, key) for key in _ENV_TABLES}
+    for i, one in enumerate(site.env_sets):
+        tables |= {f"env_sets[{i}].{key}": getattr(one, key) for key in _ENV_TABLES}
+    for key, table in tables.items():
+        for name, value in table.items():
+            if not _VARIABLE.match(name):
+                yield f"'{key}' has \"{name}\": expected a variable's name: letters, digits and '_', no digit first"
+            if name in _READ_ONLY:
+                yield f"'{key}' has \"{name}\", which bash doesn't let anybody set: take it out"
+            if "\0" in value:
+                yield f"'{key}.{name}' = {value!r}: expected no NUL character"
+
+
+def _is_time(text: str) -> bool:
+    try:
+        parse_time(text)
+    except UserError:
+        return False
+    return True
 
 
 def option_name(directive: str) -> str:
@@ -115,6 +179,13 @@ def directive_complaints(site: SiteConfig, stated: list[str], extra: list[str]) 
         if hit and name.startswith("--") and len(name) > 3:
             where = "job.extra_directives: " if directive in extra else ""
             yield f"{where}site '{site.name}' forbids {sorted(hit)[0]}: take '{directive}' out"
+    for directive in [*extra, *stated]:
+        if (
+            site.imex.per_segment_allowed is False
+            and option_name(directive) == "--network"
+            and _PER_SEGMENT in directive
+        ):
+            yield f"site '{site.name}' gives no IMEX channel per segment: take {_PER_SEGMENT} out of '{directive}'"
     for directive in extra:
         # Slurm refuses some mixtures of --gres, --gpus-per-node and --gpus-per-task and takes others for more GPUs.
         if site.gpu_request != "none" and _GPU_REQUEST.match(directive):
@@ -136,8 +207,8 @@ def _missing(site: SiteConfig, option: str) -> str:
     return f"{key}: site '{site.name}' wants {option} in every job: set it{known}"
 
 
-def group_complaints(run: RunConfig, site: SiteConfig, group: GroupConfig, partition: SitePartition) -> Iterator[str]:
-    """What a group asks for and the site refuses; each names the key below groups.<role>."""
+def group_complaints(site: SiteConfig, group: GroupConfig) -> Iterator[str]:
+    """What a group asks for in a form that the site refuses; each names the key below groups.<role>."""
     ranks = group.ranks_per_node
     cpus = group.cpus_per_task * ranks
     needed = site.sbatch.cpus_per_gpu_min * group.gpus_per_node
@@ -155,22 +226,6 @@ def group_complaints(run: RunConfig, site: SiteConfig, group: GroupConfig, parti
             f"gpus_per_node = {group.gpus_per_node}: site '{site.name}' takes GPUs per task: "
             f"expected a multiple of ranks_per_node = {ranks}"
         )
-    if partition.max_nodes and group.nodes > partition.max_nodes:
-        yield f"nodes = {group.nodes}: partition '{partition.name}' of site '{site.name}' allows {partition.max_nodes}"
     segment = site.topology.segment_nodes
     if segment and group.nodes > segment and group.nodes % segment:
         yield f"nodes = {group.nodes}: expected a multiple of the site's topology.segment_nodes = {segment}"
-    qos = next((qos for qos in site.qos if qos.name == run.job.qos), None)
-    if qos is not None and qos.max_nodes and group.nodes > qos.max_nodes:
-        yield f"nodes = {group.nodes}: QOS '{qos.name}' of site '{site.name}' allows {qos.max_nodes}"
-    chained = next((place for place in (run.job.qos, partition.name) if place in site.lifecycle.chaining_forbidden), "")
-    if chained and run.job.max_allocations > 1:
-        yield f"site '{site.name}' forbids jobs that follow each other in '{chained}': set job.max_allocations = 1"
-    split = (run.job.layout or site.layout) in ("split", "split_span")
-    components = 1 if split else sum(getattr(run.groups, name).nodes > 0 for name in ("trainer", "rollout", "sandbox"))
-    for kind, limit in (("partition", partition), ("QOS", qos)):
-        if limit is not None and limit.max_running and components > limit.max_running:
-            yield (
-                f"{kind} '{limit.name}' of site '{site.name}' runs {limit.max_running} of a user's jobs at once, and "
-                f"a het job of {components} components counts {components} times: choose another"
-            )

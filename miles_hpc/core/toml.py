@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["dumps"]
+__all__ = ["dumps", "inline"]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
@@ -23,6 +23,11 @@ def dumps(config: msgspec.Struct | dict[str, Any]) -> str:
     lines: list[str] = []
     _table(_plain(config), [], lines)
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def inline(value: Any) -> str:
+    """A value as it stands behind "key = ". Raises TypeError for one that TOML can't hold."""
+    return _value(_plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from miles_hpc.core import registry
-from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig
+from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.layouts import asked_nodes, is_split, layout_complaints, layout_of, role_partition
+from miles_hpc.core.site_limits import limit_complaints
 from miles_hpc.core.site_rules import group_complaints
+from miles_hpc.core.walltime import parse_time
 
 __all__ = ["NUMBERS", "validate"]
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-_TIME = re.compile(r"(\d+-\d+|\d+)(:\d\d?){0,2}|UNLIMITED|")  # sbatch --time; "" = the partition's default
 
 _MODEL_SIZES = (
     "vocab_size",
@@ -136,9 +137,15 @@ def validate(run: RunConfig, site: SiteConfig) -> None:
             raise UserError(f"run '{run.name}': {complaint}")
     for complaint in _memory(run, site):
         raise UserError(f"run '{run.name}': {complaint}")
+    placed: dict[str, SitePartition] = {}
     for role in ("trainer", "rollout", "sandbox"):
-        for complaint in _group(run, role, getattr(run.groups, role), site):
+        group = getattr(run.groups, role)
+        for complaint in _group(run, role, group, site):
             raise UserError(f"run '{run.name}': groups.{role}: {complaint}")
+        if group.nodes and (partition := role_partition(run, site, role)) is not None:
+            placed[role] = partition
+    for complaint in limit_complaints(run, site, placed):
+        raise UserError(f"run '{run.name}': {complaint}")
 
 
 def _name(run: RunConfig, site: SiteConfig) -> Iterator[str]:
@@ -247,14 +254,30 @@ def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
     yield from layout_complaints(run, site)
     if site.requires_account and not run.job.account:
         yield f"job.account: site '{site.name}' refuses jobs without an account: set it, or --set job.account=NAME"
-    if not _TIME.fullmatch(run.job.time) or (run.job.time and not re.search(r"[1-9U]", run.job.time)):
-        yield f'job.time = "{run.job.time}": expected minutes, HH:MM:SS or D-HH:MM:SS, more than 0'
+    if run.job.time:  # "" = the partition's default
+        yield from _time(run.job.time)
+    sets = [env_set.name for env_set in site.env_sets]
+    if run.job.env_set and run.job.env_set not in sets:
+        yield f"job.env_set = \"{run.job.env_set}\": site '{site.name}' has {', '.join(sets) or 'no sets of variables'}"
     for key, text in (("time", run.job.time), ("account", run.job.account), ("qos", run.job.qos)):
         if not re.match(r"[A-Za-z0-9_.:@/+-]*\Z", text):
             yield f'job.{key} = "{text}": expected no spaces or quotes'
     for directive in run.job.extra_directives:
         if not re.match(r"--?[A-Za-z][^\n]*\Z", directive):
             yield f'job.extra_directives: {directive!r}: expected an sbatch option such as "--exclusive"'
+
+
+def _time(text: str) -> Iterator[str]:
+    try:
+        seconds = parse_time(text)
+    except UserError as error:
+        if "at most" in str(error):
+            yield f"job.time: {error}"
+        else:
+            yield f'job.time = "{text}": expected minutes, HH:MM:SS or D-HH:MM:SS, more than 0'
+        return
+    if seconds == 0:  # which is no limit for sbatch
+        yield f'job.time = "{text}": expected minutes, HH:MM:SS or D-HH:MM:SS, more than 0'
 
 
 def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
@@ -293,7 +316,7 @@ def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> I
         yield _too_many("cpus_per_task * ranks_per_node", cpus, partition.cpus_per_node, where, "CPUs per node")
     if partition.nodes and asked_nodes(group) > partition.nodes:
         yield _too_many("nodes", asked_nodes(group), partition.nodes, where, "nodes")
-    yield from group_complaints(run, site, group, partition)
+    yield from group_complaints(site, group)
 
 
 def _memory(run: RunConfig, site: SiteConfig) -> Iterator[str]:

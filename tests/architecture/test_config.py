@@ -14,6 +14,7 @@ FACTS = {
     "SiteContainer",
     "SiteFabric",
     "SiteFileSystem",
+    "SiteImex",
     "SiteLifecycle",
     "SiteNode",
     "SitePorts",
@@ -22,15 +23,10 @@ FACTS = {
 }
 #: Marked "for readers" or "reserved" at the field, or shown as a fact.
 READ_BY_PEOPLE = {
-    "SiteConfig.container",
     "SiteConfig.inherits",  # load reads it before there is a struct
     "SiteConfig.mpi_flavours",
     "SiteConfig.notes",
     "SiteConfig.slurm_version_seen",
-    "SitePartition.max_submitted",
-    "SitePartition.preemptable",
-    "SiteQos.max_submitted",
-    "SiteQos.preemptable",
     "TrainConfig.minibatches_per_step",
 }
 #: Looked up by name, `getattr(groups, role)`.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from miles_hpc.cluster.accounting import AccountingRecord
-from miles_hpc.cluster.slurm import ComponentState, SlurmError, Step
+from miles_hpc.cluster.slurm import ComponentState, PartitionLimits, SlurmError, Step
 from miles_hpc.core.errors import UserError
 
 __all__ = ["FakeSlurm"]
@@ -25,6 +25,7 @@ class FakeSlurm:
     known_partitions: tuple[str, ...] = ("trainer", "rollout", "sandbox")
     refusal: str = ""  # what sbatch complains of; "" = it takes every script
     installed: bool = True
+    limits: dict[str, PartitionLimits] = field(default_factory=dict)  # of partitions; without one there is no limit
     now: float = 0.0
     submitted: list[str] = field(default_factory=list)
     dependencies: list[str] = field(default_factory=list)
@@ -49,6 +50,10 @@ class FakeSlurm:
     def partitions(self) -> list[str]:
         self.require()
         return list(self.known_partitions)
+
+    def partition_limits(self) -> dict[str, PartitionLimits]:
+        self.require()
+        return dict(self.limits)
 
     def test(self, script: str | Path) -> None:
         self.require()

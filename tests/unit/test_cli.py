@@ -150,6 +150,8 @@ def test_render_prints_the_script_and_writes_nothing(here: Path, capsys: pytest.
         ("jwb0001.juwels", "", 0, "juwels_booster  host jwb0001 matches"),
         ("n1", "vista", 0, "vista  Slurm's cluster is called 'vista'"),
         ("n1", "", 1, "no site file matches host n1: choose one by MILES_HPC_SITE"),
+        ("lrdn0012", "", 0, "leonardo  host lrdn0012 matches"),
+        ("frontier00001", "", 0, "frontier  host frontier00001 matches"),
         ("jwb0001", "vista", 1, "several sites match"),
     ],
 )
@@ -167,6 +169,17 @@ def test_sites_detect(
     assert main(["sites", "detect"]) == code
     out, err = capsys.readouterr()
     assert said in out + err
+
+
+def test_sites_detect_by_a_variable(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "login07")
+    monkeypatch.setenv("NERSC_HOST", "perlmutter")
+    assert main(["sites", "detect"]) == 0
+    assert capsys.readouterr().out == "perlmutter  NERSC_HOST is 'perlmutter'\n"
+    monkeypatch.setenv("NERSC_HOST", "cori")
+    assert main(["sites", "detect"]) == 1
 
 
 def test_sites_list_and_show(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ GOLDEN = [
     ("n[008-011]", "n008 n009 n010 n011"),
     ("host[9-10]", "host9 host10"),
     ("host[09-11]", "host09 host10 host11"),
+    ("host[09-100]", " ".join(f"host{n:02d}" for n in range(9, 101))),
     ("rack[0-1]_blade[0-1]", "rack0_blade0 rack0_blade1 rack1_blade0 rack1_blade1"),
     ("n[1-2][3-4]", "n13 n14 n23 n24"),
     ("x[1-2][3-4]y[5-6]", "x13y5 x13y6 x23y5 x23y6 x14y5 x14y6 x24y5 x24y6"),
@@ -26,6 +27,13 @@ GOLDEN = [
     ("node01\nnode02\n", "node01 node02"),
     ("host[099-101]", "host099 host100 host101"),
     ("123", "123"),
+    ("a[1,+2]", "a1 a02"),  # strtoul(3) reads these; the width is that of the text
+    ("a[1, 2]", "a1 a02"),
+    ("a[3-]", "a3"),
+    ("a[1a-2]", "a01 a02"),
+    ("a[99999999999999999999]", "a18446744073709551615"),
+    ("a\tb", "a b"),
+    ("a\u00a0b", "a\u00a0b"),  # no separator, as for Slurm
     ("[1-2]", "1 2"),
     ("", ""),
 ]
@@ -33,7 +41,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("text", "hosts"), GOLDEN)
 def test_expand(text: str, hosts: str) -> None:
-    assert expand(text) == hosts.split()
+    assert expand(text) == hosts.split(" ") if hosts else expand(text) == []
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,16 @@ def test_expand(text: str, hosts: str) -> None:
         "a[1,,2]",
         "a[1--2]",
         "a[0-65536]",
+        "a[-1]",
+        "a[1a]",
+        "a[1 ]",
+        "a[0x1]",
+        "a[\u0661-\u0662]",
+        "a[\u00b2]",
+        "a[1],[",
+        "a[1]]",
+        "a[[1]]",
+        "[",
     ],
 )
 def test_invalid_lists_are_refused(text: str) -> None:
@@ -59,6 +77,8 @@ def test_invalid_lists_are_refused(text: str) -> None:
 def test_a_product_of_ranges_is_bounded() -> None:
     with pytest.raises(UserError, match=r"members"):
         expand("n[1-60000][1-60000]")
+    with pytest.raises(UserError, match=r"members"):
+        expand(",".join(["n[0-65535]"] * 17))
 
 
 @pytest.mark.parametrize(
@@ -72,11 +92,27 @@ def test_a_product_of_ranges_is_bounded() -> None:
         ("host1 host02", "host[1,02]"),
         ("c429-002 c427-032", "c429-002,c427-032"),
         ("login trainer1 trainer2", "login,trainer[1-2]"),
+        ("1 2 07", "[1-2,07]"),
+        ("a1 a1 a2", "a[1,1-2]"),
+        ("n99999999999999999999 n1", "n99999999999999999999,n1"),  # no number that Slurm holds
+        ("a\u0661 a\u0662", "a\u0661,a\u0662"),
         ("", ""),
     ],
 )
 def test_compress(hosts: str, text: str) -> None:
     assert compress(hosts.split()) == text
+
+
+def test_a_long_run_is_cut_where_slurm_ends_a_range() -> None:
+    hosts = [f"n{i}" for i in range(70_000)]
+    assert compress(hosts) == "n[0-65535,65536-69999]"
+    assert expand(compress(hosts)) == hosts
+
+
+@pytest.mark.parametrize("host", ["", "a,b", "a b", "n[1-2]", "a]", "a\n"])
+def test_names_that_a_list_cannot_hold(host: str) -> None:
+    with pytest.raises(UserError, match=r"host name .*: expected a name without"):
+        compress(["a", host])
 
 
 _HOST = st.from_regex(r"[a-z][a-z-]{0,5}[0-9]{0,4}(_b[0-9]{1,3})?", fullmatch=True)

@@ -145,7 +145,7 @@ def test_steps_ask_as_the_job_does(name: str) -> None:
         ("leonardo", "job.account=", "job.account: site 'leonardo' refuses jobs without an account"),
         ("clariden", "groups.trainer.ranks_per_node=3", "takes GPUs per task: expected a multiple of ranks_per_node"),
         ("frontier", "groups.trainer.gpus_per_node=9", "has 8 GPUs per node"),
-        ("frontier", "groups.trainer.partition=extended", "partition 'extended' of site 'frontier' runs 1 of a user's"),
+        ("deltaai", "groups.trainer.nodes=1100", "nodes = 1100, but partition 'ghx4' of site 'deltaai' has 114 nodes"),
     ],
 )
 def test_what_a_site_refuses_is_one_line(name: str, override: str, message: str) -> None:
@@ -156,7 +156,14 @@ def test_what_a_site_refuses_is_one_line(name: str, override: str, message: str)
 
 
 def test_limits_on_running_jobs_count_components() -> None:
-    debug = ("job.qos=debug", "job.max_allocations=1")
+    extended = "groups.trainer.partition=extended"
+    plan("frontier", extended)  # the others are in batch
+    with pytest.raises(
+        UserError, match=r"partition 'extended' of site 'frontier' runs 1 of a user's jobs at once, and"
+    ):
+        plan("frontier", extended, "groups.rollout.partition=extended")
+    debug = ("job.qos=debug", "job.max_allocations=1", "job.time=00:30:00")
+    debug += ("groups.trainer.nodes=2", "groups.rollout.nodes=2")
     with pytest.raises(UserError, match=r"QOS 'debug' of site 'perlmutter' runs 2 of a user's jobs at once, and a het"):
         plan("perlmutter", *debug)
     plan("perlmutter", *debug, "groups.sandbox.nodes=0")

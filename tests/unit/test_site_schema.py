@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -9,11 +10,20 @@ import pytest
 
 from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.preflight import check_site
-from miles_hpc.cluster.site import role_environment
-from miles_hpc.cluster.site_facts import layouts_text, uncovered_facts, unknown_facts
-from miles_hpc.core.config import SiteConfig, SiteFabric, SitePartition, SiteSbatch, SiteSource, SiteTopology
+from miles_hpc.cluster.site import data_folder, role_environment, width_variables, with_env_set
+from miles_hpc.cluster.site_facts import facts_toml, layouts_text, uncovered_facts, unknown_facts
+from miles_hpc.cluster.slurm import PartitionLimits
+from miles_hpc.core.config import (
+    SiteConfig,
+    SiteEnvSet,
+    SiteFabric,
+    SitePartition,
+    SiteSbatch,
+    SiteSource,
+    SiteTopology,
+)
 from miles_hpc.core.errors import UserError
-from miles_hpc.core.load import load_site, resolved_toml, validate
+from miles_hpc.core.load import load_site, resolved_toml, site_names, validate
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.site_rules import option_name, site_complaints
 from tests.unit.runs import make_gpu_run, make_run, make_site
@@ -24,6 +34,7 @@ title = "Base"
 aliases = ["b"]
 verified = "2026-08-22"
 host_patterns = ["base.*"]
+host_variables = { SYSTEM = "base" }
 gpu_request = "gpus-per-node"
 mpi = "pmix"
 [env]
@@ -69,6 +80,7 @@ def test_fields_of_the_base_hold_where_the_file_says_nothing(tmp_path: Path) -> 
     assert [s.source for s in site.sources if isinstance(s, SiteSource)] == ["mine", "https://example.org/base"]
     # What names the base isn't inherited.
     assert (site.title, site.aliases, site.verified, site.host_patterns, site.inherits) == ("", [], "", [], "")
+    assert site.host_variables == {}
 
 
 def test_bases_have_bases_and_a_merged_site_loads_back_equal(tmp_path: Path) -> None:
@@ -124,6 +136,54 @@ def test_a_users_file_inherits_from_a_shipped_site(tmp_path: Path) -> None:
             "[topology]\nsegment_nodes = 9\n",
             "mine.toml: 'topology.segment_nodes' = 9: needs topology.segment_directive",
         ),
+        (
+            "[topology]\ndomain_nodes = 18\nspare_nodes_per_rack = 2\nsegment_directive = true\nsegment_nodes = 17\n",
+            "mine.toml: 'topology.segment_nodes' = 17: a domain has 18 nodes, 2 of them spare: expected 16 at most",
+        ),
+        (
+            "[topology]\ndomain_nodes = 2\nspare_nodes_per_rack = 2\n",
+            "mine.toml: 'topology.spare_nodes_per_rack' = 2: expected fewer than the 2 nodes of a domain",
+        ),
+        (
+            "[topology]\nmay_span = ['data']\n",
+            "mine.toml: 'topology.may_span[0]' = \"data\": expected one of 'tensor', ",
+        ),
+        (
+            "[imex]\nchannel = 'node'\n",
+            "mine.toml: 'imex.channel' = \"node\": expected one of 'job', 'segment', 'none'",
+        ),
+        (
+            "[imex]\nchannel = 'segment'\n",
+            "mine.toml: 'imex.channel' = \"segment\": needs unique-channel-per-segment in 'fabric.slurm_network'",
+        ),
+        (
+            "[[partitions]]\nname = 'p'\nroles = []\nlimits = [{ max_nodes = 2, max_time = 'x' }]\n",
+            "mine.toml: 'partitions[0].limits[0].max_time' = \"x\": expected minutes, HH:MM:SS",
+        ),
+        (
+            "[[partitions]]\nname = 'p'\nroles = []\n"
+            "limits = [{ max_nodes = 2, max_time = '1' }, { max_nodes = 2, max_time = '2' }]\n",
+            "mine.toml: 'partitions[0].limits': sizes [2, 2]: expected each larger than the one before",
+        ),
+        (
+            "[[partitions]]\nname = 'p'\nroles = []\nlimits = [{ max_nodes = 2, max_tme = '1' }]\n",
+            "mine.toml: unknown key 'partitions[0].limits[0].max_tme': did you mean 'max_time'?",
+        ),
+        ("[env]\nA-B = '1'\n", "mine.toml: 'env' has \"A-B\": expected a variable's name: letters, digits and '_', "),
+        ("[env_multi_node]\n1A = '1'\n", "mine.toml: 'env_multi_node' has \"1A\": expected a variable's name"),
+        ("[env]\nUID = '1'\n", "mine.toml: 'env' has \"UID\", which bash doesn't let anybody set: take it out"),
+        ('[env]\nA = "x\\u0000"\n', "mine.toml: 'env.A' = 'x\\x00': expected no NUL character"),
+        (
+            "env_set = 'a'\n[[env_sets]]\nname = 'a'\nenv = { 'A B' = '1' }\n",
+            "mine.toml: 'env_sets[0].env' has \"A B\": expected a variable's name",
+        ),
+        ("env_set = 'new'\n", "mine.toml: 'env_set' = \"new\": expected one of 'env_sets', which is empty"),
+        ("[[env_sets]]\nname = 'a'\n", "mine.toml: 'env_set' = \"\": expected one of 'env_sets', a"),
+        (
+            "env_set = 'a'\n[[env_sets]]\nname = 'a'\n[[env_sets]]\nname = 'a'\n",
+            "mine.toml: 'env_sets' lists 'a' 2 times: expected different names",
+        ),
+        ("[[env_sets]]\nname = 'a'\nenvv = {}\n", "mine.toml: unknown key 'env_sets[0].envv': did you mean 'env'?"),
         ("layouts = ['split']\n", "mine.toml: 'layout' = \"hetjob\": expected one of 'layouts', split"),
         ("[sbatch]\nforbidden = ['mem']\n", "mine.toml: 'sbatch.forbidden' has \"mem\": expected a long option"),
         ("[sbatch]\nforbidden = ['--gres']\n", "mine.toml: 'gpu_request' = \"gres\", but --gres is forbidden by "),
@@ -223,6 +283,44 @@ def test_environment_by_size() -> None:
     assert role_environment(site, nodes=2) == {"A": "1", "B": "many"}
 
 
+SETS = [
+    SiteEnvSet(name="old", env_multi_node={"B": "old"}),
+    SiteEnvSet(name="new", env={"A": "new"}, env_single_node={"C": "one"}, env_multi_node={"B": "new", "D": "many"}),
+]
+
+
+def test_one_set_of_variables_is_in_force() -> None:
+    site = site_with(env={"A": "1", "Z": "1"}, env_multi_node={"B": "many"}, env_sets=SETS, env_set="old")
+    assert role_environment(site, nodes=2) == {"A": "1", "Z": "1", "B": "old"}
+    assert with_env_set(site, "") == site
+    chosen = with_env_set(site, "new")
+    assert role_environment(chosen, nodes=2) == {"A": "new", "Z": "1", "B": "new", "D": "many"}
+    assert role_environment(chosen, nodes=1) == {"A": "new", "Z": "1", "C": "one"}
+    assert width_variables(site) == {"B"}
+    assert width_variables(chosen) == {"B", "C", "D"}
+
+
+def test_a_run_names_another_set() -> None:
+    site = site_with(env_sets=SETS, env_set="old")
+    validate(make_gpu_run(site, "job.env_set=new"), site)
+    with pytest.raises(UserError, match=r"job.env_set = \"newer\": site 's' has old, new$"):
+        validate(make_gpu_run(site, "job.env_set=newer"), site)
+    with pytest.raises(UserError, match=r"job.env_set = \"new\": site 's' has no sets of variables$"):
+        validate(make_gpu_run(site_with(), "job.env_set=new"), site_with())
+
+
+@pytest.mark.parametrize("name", sorted(site_names([data_folder("site_configs")])))
+def test_what_is_shown_of_a_site_loads_back_and_says_what_nobody_knows(tmp_path: Path, name: str) -> None:
+    site = make_site(name)
+    text = facts_toml(site)
+    (tmp_path / f"{name}.toml").write_text(text)
+    assert load(tmp_path, name) == site
+    plain = [key for key in unknown_facts(site) if not key.startswith("mpi (")]
+    said = re.findall(r"^# (\w+): not known$", text, re.MULTILINE)
+    assert sorted(said) == sorted(re.split(r"\.|\]\.", key)[-1] for key in plain)
+    assert not re.search(r"^\w+ = (0|\"\"|\[\]|\"unknown\")$", text.replace("roles = []", ""), re.MULTILINE)
+
+
 def test_what_is_not_known() -> None:
     unknown = unknown_facts(site_with())
     assert {"fabric.kind", "userns", "file_systems", "partitions[p].max_time", "sbatch.mem"} <= set(unknown)
@@ -257,6 +355,9 @@ class FakeSlurm:
     def partitions(self) -> list[str]:
         return ["p"]
 
+    def partition_limits(self) -> dict[str, PartitionLimits]:
+        return {"p": PartitionLimits(max_time_s=43200.0, max_nodes=8)}
+
     def version(self) -> str:
         return self._version
 
@@ -270,5 +371,13 @@ def test_check_against_a_cluster() -> None:
         "slurm-wlm 22.05.8: the site file asks for 23.11.7 or newer"
     ]
     assert all(finding.ok for finding in check_site(site_with(slurm_version_min="24.05"), FakeSlurm("slurm 24.05.1")))
+    stale = SitePartition(name="p", roles=["trainer", "rollout", "sandbox"], max_time="24:00:00", max_nodes=9)
+    texts = [f.text for f in check_site(site_with(partitions=[stale]), FakeSlurm("slurm 25.11.4")) if not f.ok]
+    assert texts == [
+        "partition 'p': the site file allows 24:00:00, Slurm 12:00:00",
+        "partition 'p': the site file allows 9 nodes, Slurm 8",
+    ]
+    exact = SitePartition(name="p", roles=["trainer", "rollout", "sandbox"], max_time="12:00:00", max_nodes=8)
+    assert all(finding.ok for finding in check_site(site_with(partitions=[exact]), FakeSlurm("slurm 25.11.4")))
     hidden = site_with(sbatch=SiteSbatch(partition_stated=False), partitions=make_site("perlmutter").partitions)
     assert all(finding.ok for finding in check_site(hidden, FakeSlurm("slurm 25.11.4")))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_hpc.core.errors import UserError
+from tools.slurm_box.declared import Declared
 from tools.slurm_box.history import expand_nodes, parse_history
 from tools.slurm_box.plan import UNIX_SOCKET_LIMIT, BoxSpec, Group, Plan, max_root_length, parse_groups
 
@@ -74,6 +75,10 @@ def test_bad_groups_are_refused(nodes: str, gpus: str, says: str) -> None:
         ({"groups": (Group(name="a", nodes=1), Group(name="a", nodes=2))}, "twice"),
         ({"groups": (Group(name="a", nodes=500),)}, "500 nodes"),
         ({"cpus": 0}, "--cpus"),
+        (
+            {"declared": (Declared(name="far", nodes=1, partitions=("trainer",), cpus=1),)},
+            "expected distinct names",
+        ),
         ({"cluster": "My Cluster"}, "--name"),
         ({"node_timeout_s": 0}, "--node-timeout"),
     ],
@@ -218,3 +223,20 @@ def test_node_lists_expand(groups: list[tuple[str, int]]) -> None:
 
 def test_node_lists_with_gaps_expand() -> None:
     assert expand_nodes("a[1-2,4],b1") == ("a1", "a2", "a4", "b1")
+
+
+def test_declared_nodes_are_known_to_slurm_and_run_nothing() -> None:
+    far = Declared(
+        name="far", nodes=64, partitions=("a", "b"), cpus=512, features=("gpu", "hbm80g"), gpus=8, gpu_type="h100"
+    )
+    plain = Declared(name="one", nodes=1, partitions=("c",), cpus=4)
+    spec = BoxSpec(groups=(Group(name="trainer", nodes=1),), declared=(far, plain))
+    assert BoxSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    made = plan(spec)
+    assert [node.name for node in made.nodes] == ["trainer1"]
+    assert len(made.ports) == 3
+    lines = made.slurm_conf().splitlines()
+    assert "NodeName=far[1-64] CPUs=512 RealMemory=262144 Gres=gpu:h100:8 Feature=gpu,hbm80g State=CLOUD" in lines
+    assert "NodeName=one1 CPUs=4 RealMemory=262144 State=CLOUD" in lines
+    partitions = [line.split()[0] for line in lines if line.startswith("PartitionName=")]
+    assert partitions == [f"PartitionName={name}" for name in ("trainer", "all", "urgent", "a", "b", "c")]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from miles_hpc.cluster.slurm import Slurm, SlurmError, Step, parse_jobs
+from miles_hpc.cluster.slurm import PartitionLimits, Slurm, SlurmError, Step, parse_jobs, parse_limits
 from miles_hpc.core.errors import DeadlineExpired, UserError
 from tests.fakes.fake_slurm import FakeSlurm
 
@@ -146,3 +147,14 @@ def test_the_fake_has_the_clients_interface() -> None:
     for name, method in inspect.getmembers(Slurm, inspect.isfunction):
         if not name.startswith("_") and name != "release_now":
             assert inspect.signature(getattr(FakeSlurm, name)) == inspect.signature(method), name
+
+
+def test_limits_of_partitions_as_sinfo_prints_them() -> None:
+    text = "gpu|1-00:00:00|1-infinite\ngpu|1-00:00:00|1-infinite\ndebug|30:00|1-4\none|infinite|1\nodd|n/a|\n"
+    assert parse_limits(text) == {
+        "gpu": PartitionLimits(max_time_s=86400.0, max_nodes=None),
+        "debug": PartitionLimits(max_time_s=1800.0, max_nodes=4),
+        "one": PartitionLimits(max_time_s=math.inf, max_nodes=1),
+        "odd": PartitionLimits(max_time_s=math.inf, max_nodes=None),
+    }
+    assert parse_limits("") == {}

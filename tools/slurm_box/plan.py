@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.core.errors import UserError
+from tools.slurm_box.declared import Declared
 
 __all__ = ["BoxSpec", "Group", "Node", "Plan", "max_root_length", "parse_groups"]
 
@@ -86,12 +87,20 @@ class BoxSpec:
     accounting: bool = False
     cluster: str = "miles"
     node_timeout_s: int = 5  # SlurmdTimeout: a silent node is DOWN after two to three times this
+    declared: tuple[Declared, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise UserError(f"a box needs at least one group; expected {_NODES_SYNTAX}")
         if len({group.name for group in self.groups}) != len(self.groups):
             raise UserError(f"a group is given twice in {self.nodes_text}; expected distinct names")
+        named = (
+            [group.name for group in self.groups]
+            + [ALL_PARTITION, URGENT_PARTITION]
+            + [name for d in self.declared for name in d.partitions]
+        )
+        if len(set(named)) != len(named):
+            raise UserError(f"partitions {', '.join(named)}: expected distinct names")
         total = sum(group.nodes for group in self.groups)
         if total > MAX_NODES:
             raise UserError(f"{self.nodes_text}: {total} nodes; expected {MAX_NODES} at most")
@@ -125,7 +134,9 @@ class BoxSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BoxSpec:
         """Inverse of to_json. Raises TypeError or KeyError when `data` has another shape."""
-        return cls(**{**data, "groups": tuple(Group(**group) for group in data["groups"])})
+        groups = tuple(Group(**group) for group in data["groups"])
+        declared = tuple(Declared.from_json(nodes) for nodes in data.get("declared", ()))
+        return cls(**{**data, "groups": groups, "declared": declared})
 
 
 def max_root_length(spec: BoxSpec) -> int:
@@ -301,6 +312,8 @@ class Plan:
         # For jobs without components, and for somebody who takes the nodes from any other partition.
         lines.append(f"PartitionName={ALL_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP{grace}")
         lines.append(f"PartitionName={URGENT_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10")
+        for nodes in spec.declared:
+            lines += nodes.conf_lines(memory_mib=spec.memory_mib)
         return "\n".join(lines) + "\n"
 
     def _accounting_lines(self) -> list[str]:
