@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_hpc.cluster.site import role_environment, role_python, source_root
+from miles_hpc.cluster.site import job_environment, role_python
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
@@ -151,7 +151,7 @@ def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
         run_dir=paths.root,
         components=tuple(components),
         python=role_python(run, site, "controller"),
-        exports=_exports(run, site),
+        exports=job_environment(run, site, nodes=max(component.nodes for component in components)),
         modules=tuple(site.modules),
     )
 
@@ -160,19 +160,6 @@ def _segment(site: SiteConfig, group: GroupConfig) -> tuple[str, ...]:
     """--segment has no effect when all nodes fit into one segment (topology.html), so it isn't stated then."""
     size = site.topology.segment_nodes
     return (f"--segment={size}",) if site.topology.segment_directive and 0 < size < group.nodes else ()
-
-
-def _exports(run: RunConfig, site: SiteConfig) -> dict[str, str]:
-    """PYTHONSAFEPATH: a run folder named like one of our packages must not shadow it, in children either."""
-    root = source_root()
-    import_path = [*([str(root)] if root is not None else []), *run.python_path]
-    nodes = max(getattr(run.groups, role).nodes for role in job_roles(run))
-    exports = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **role_environment(site, nodes=nodes)}
-    if import_path:
-        exports["PYTHONPATH"] = ":".join(import_path)
-    if site.proxy:
-        exports |= {name: site.proxy for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
-    return exports
 
 
 def _quoted(text: str, *, percent: bool = False) -> str:

@@ -12,6 +12,7 @@ from miles_hpc.core.config import RunConfig, SiteConfig
 
 __all__ = [
     "data_folder",
+    "job_environment",
     "matching_sites",
     "role_environment",
     "role_python",
@@ -78,3 +79,18 @@ def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
 def role_environment(site: SiteConfig, *, nodes: int) -> dict[str, str]:
     """Variables that the site wants for a role which spans `nodes` nodes."""
     return {**site.env, **(site.env_multi_node if nodes > 1 else site.env_single_node)}
+
+
+def job_environment(run: RunConfig, site: SiteConfig, *, nodes: int) -> dict[str, str]:
+    """Variables for a job's processes: where our packages are, output at once, the site's for so many nodes, its proxy.
+
+    PYTHONSAFEPATH: a run folder named like one of our packages must not shadow it, in children either.
+    """
+    root = source_root()
+    import_path = [*([str(root)] if root is not None else []), *run.python_path]
+    variables = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **role_environment(site, nodes=nodes)}
+    if import_path:
+        variables["PYTHONPATH"] = ":".join(import_path)
+    if site.proxy:
+        variables |= {name: site.proxy for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    return variables

@@ -19,7 +19,7 @@ from pathlib import Path
 from miles_hpc.cluster.lifecycle import remaining_s
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 
-__all__ = ["ACTIVE_STATES", "ComponentState", "Slurm", "SlurmError", "Step", "parse_jobs"]
+__all__ = ["ACTIVE_STATES", "ComponentState", "Slurm", "SlurmError", "Step", "parse_jobs", "parse_records"]
 
 #: Job states in which a job still holds or waits for nodes (squeue(1), JOB STATE CODES).
 ACTIVE_STATES = frozenset(
@@ -116,6 +116,18 @@ class Slurm:
                 return []
             raise
         return parse_jobs(answer)
+
+    def recorded(self, job_id: int) -> list[ComponentState]:
+        """All components by offset as accounting knows them, some seconds late; empty without accounting.
+
+        Without it sacct refuses with a message, or isn't installed, or can't reach slurmdbd: all the same here.
+        """
+        fields = "--format=JobID,State,ExitCode,NodeList,End,JobName"
+        try:
+            answer = self._run("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", fields)
+        except (SlurmError, UserError):
+            return []
+        return parse_records(answer)
 
     def state(self, job_id: int) -> list[str]:
         """The state of each component; empty when Slurm doesn't know the job (any more)."""
@@ -235,6 +247,35 @@ def parse_jobs(text: str) -> list[ComponentState]:
                 restarts=int(fields.get("Restarts", 0)),
                 exit_code=fields.get("ExitCode", ""),
                 end_time=_epoch(fields.get("EndTime", "")),
+            )
+        )
+    return sorted(jobs, key=lambda job: job.offset)
+
+
+def parse_records(text: str) -> list[ComponentState]:
+    """`sacct --parsable2` with JobID, State, ExitCode, NodeList, End, JobName: a het component's id is "12+1".
+
+    The state keeps sacct's detail, "CANCELLED by 1000". Accounting has no reason and no count of restarts.
+    """
+    jobs = []
+    for line in text.splitlines():
+        cells = line.split("|", 5)
+        found = re.fullmatch(r"(\d+)(?:\+(\d+))?", cells[0])
+        if found is None or len(cells) != 6:
+            continue
+        _, state, exit_code, nodes, end, name = cells
+        offset = int(found[2] or 0)
+        jobs.append(
+            ComponentState(
+                job_id=int(found[1]) + offset,
+                offset=offset,
+                name=name,
+                state=state,
+                reason="",
+                nodes="" if nodes == "None assigned" else _known(nodes),
+                restarts=0,
+                exit_code=exit_code,
+                end_time=_epoch(end),
             )
         )
     return sorted(jobs, key=lambda job: job.offset)
