@@ -141,6 +141,11 @@ class JobHandle(Protocol):
     def name(self) -> str: ...
 
     @property
+    def submitted(self) -> float | None:
+        """Epoch seconds of its submission; None when that isn't known."""
+        ...
+
+    @property
     def stdout_path(self) -> Path: ...
 
     @property
