@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _dir_command(commands, "side", "start a job beside a run: a check, an export, a sweep over nodes")
     command.add_argument(
-        "name", metavar="NAME", help="verify-checkpoint, export, doctor, or module:function of the run's python_path"
+        "name",
+        metavar="NAME",
+        help="verify-checkpoint, export, eval, doctor, or module:function of python_path",
     )
     command.add_argument(
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="for the function, for example step=100"

@@ -34,6 +34,13 @@ KINDS: dict[str, SideRequest] = {
             time="01:00:00",
         ),
         SideRequest(
+            name="eval",
+            function="launchers.evaluate:evaluate_checkpoint",
+            arguments={"run_dir": ""},
+            roles=("rollout",),
+            time="01:00:00",
+        ),
+        SideRequest(
             name="doctor",
             function="miles_hpc.cluster.side_tasks:run_program",
             arguments={"module": "miles_hpc.cli.main", "arguments": ["doctor"]},

@@ -28,7 +28,7 @@ __all__ = ["OUR_PACKAGES", "SUBMITIT_STATES", "SidePlan", "SideRequest", "plan_s
 #: Options that submitit puts into every script by itself.
 SUBMITIT_STATES = ("--error", "--open-mode", "--output", "--signal")
 #: Packages whose functions a side job may call; beside them those in the run's `python_path`.
-OUR_PACKAGES = ("miles_hpc", "checkpoints")
+OUR_PACKAGES = ("miles_hpc", "checkpoints", "launchers")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}\Z")
 #: submitit's own default: USR2 so many seconds before the limit.

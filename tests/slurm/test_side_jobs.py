@@ -198,6 +198,11 @@ def test_slurmctld_is_away(beside: Beside) -> None:
     since = time.monotonic()
     killed.cancel()
     assert ends(killed, since)[0] is JobState.CANCELLED
+    until(lambda: not beside.slurm.state(int(job.id))[0].startswith(("RUN", "COMPLETING")), "Slurm to hear of the end")
+    for node, word in beside.box.nodes().items():
+        if word.startswith("drain"):  # slurmctld does that to a node whose batch job ended while nobody listened
+            print(beside.box.run("scontrol", "-o", "show", "node", node).partition(" Reason=")[2].strip())
+            beside.box.run("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 @pytest.mark.slow
