@@ -28,6 +28,7 @@ class FakeSlurm:
     dependencies: list[str] = field(default_factory=list)
     jobs: dict[int, list[ComponentState]] = field(default_factory=dict)
     running_steps: dict[int, list[Step]] = field(default_factory=dict)
+    accounting: dict[int, list[ComponentState]] = field(default_factory=dict)  # what sacct knows; {} = no accounting
     _next_id: int = 1
 
     # ---- the interface of Slurm
@@ -74,6 +75,9 @@ class FakeSlurm:
 
     def components(self, job_id: int) -> list[ComponentState]:
         return list(self.jobs.get(job_id, []))
+
+    def recorded(self, job_id: int) -> list[ComponentState]:
+        return list(self.accounting.get(job_id, []))
 
     def state(self, job_id: int) -> list[str]:
         return [component.state for component in self.components(job_id)]

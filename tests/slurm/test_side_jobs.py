@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickletools
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from miles_hpc.cli.main import main
 from miles_hpc.cluster.jobs import JobFailed, JobState
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs, submit_side_job
 from miles_hpc.cluster.side_plan import SideRequest
@@ -175,14 +177,17 @@ def test_a_lost_node(beside: Beside) -> None:
     assert job_with.result(60.0) == "went"
 
 
-def test_slurmctld_is_away(beside: Beside) -> None:
-    job, mark = beside.start_waiting("one")
-    killed, _ = beside.start_waiting("two")
-    process = daemon(beside.box.root, "slurmctld")
-    assert process is not None
-    process.kill(signal.SIGTERM)  # it saves its state; killed outright it may lose a job of the last seconds
-    until(lambda: not process.alive, "slurmctld to be gone")
-    try:
+@pytest.mark.parametrize("accounting", [False, True])
+def test_slurmctld_is_away(accounting: bool, tmp_path: Path) -> None:
+    """On a box of its own: Slurm takes a minute to clean up after a job whose end nobody heard of."""
+    with fresh_box(BoxSpec.parse("trainer:1", accounting=accounting)) as box:
+        beside = Beside(tmp_path, box)
+        job, mark = beside.start_waiting("one")
+        killed, _ = beside.start_waiting("two")
+        process = daemon(box.root, "slurmctld")
+        assert process is not None
+        process.kill(signal.SIGTERM)  # it saves its state; killed outright it may lose a job of the last seconds
+        until(lambda: not process.alive, "slurmctld to be gone")
         since = time.monotonic()
         status = killed.status()
         print(f"UNKNOWN after {time.monotonic() - since:.1f} s: {status.reason}")
@@ -192,17 +197,11 @@ def test_slurmctld_is_away(beside: Beside) -> None:
         # A result is evidence enough.
         Path(f"{mark}.go").touch()
         assert job.result(30.0) == "went"
-    finally:
-        beside.box.up()
-    until(lambda: killed.state() is JobState.RUNNING, "Slurm to answer again")
-    since = time.monotonic()
-    killed.cancel()
-    assert ends(killed, since)[0] is JobState.CANCELLED
-    until(lambda: not beside.slurm.state(int(job.id))[0].startswith(("RUN", "COMPLETING")), "Slurm to hear of the end")
-    for node, word in beside.box.nodes().items():
-        if word.startswith("drain"):  # slurmctld does that to a node whose batch job ended while nobody listened
-            print(beside.box.run("scontrol", "-o", "show", "node", node).partition(" Reason=")[2].strip())
-            beside.box.run("scontrol", "update", f"nodename={node}", "state=resume")
+        box.up()
+        until(lambda: killed.state() is JobState.RUNNING, "Slurm to answer again")
+        since = time.monotonic()
+        killed.cancel()
+        assert ends(killed, since)[0] is JobState.CANCELLED
 
 
 @pytest.mark.slow
@@ -210,6 +209,7 @@ def test_the_time_limit(beside: Beside) -> None:
     """Slurm looks every 30 s: a limit of a minute ends between 60 and 90 s, and is signalled early by as much."""
     plain = beside.start("wait_for", arguments={"mark": str(beside.folder / "never")}, time="1")
     stubborn = beside.start("stubborn", arguments={"seconds": 160.0}, time="1")
+    again, mark = beside.start_waiting("again", time="1", start_again=True)
     until(plain.done, f"the signal: {plain.status()}", 150.0)
     status = plain.status()
     assert (status.state, status.witness) == (JobState.TIMEOUT, "result")
@@ -218,6 +218,10 @@ def test_the_time_limit(beside: Beside) -> None:
     assert stubborn.state() is JobState.TIMEOUT
     assert stubborn.status().reason == "the time limit was reached"
     assert "ignored UncompletedJobError" in stubborn.stdout_path.read_text()
+    # One that asked for it goes back into the queue instead, under the same id.
+    until(lambda: len(beside.begun(mark)) > 1, f"the second start: {again.status()}", 60.0)
+    Path(f"{mark}.go").touch()
+    assert again.result(30.0) == "went"
 
 
 @pytest.mark.slow
@@ -255,9 +259,39 @@ def test_bad_requests_leave_nothing_behind(beside: Beside) -> None:
             SideRequest(name="probe", function="json:loads", roles=("trainer",)),
             slurm=beside.slurm,
         )
-    with pytest.raises(UserError, match="Slurm refused the job"):
-        beside.start("tell", nodes=9)
+    partitions = [msgspec.structs.replace(p, name="elsewhere") for p in beside.site.partitions]
+    beside.site = msgspec.structs.replace(beside.site, partitions=partitions)
+    with pytest.raises(UserError, match=r"Slurm refused the job.*invalid partition"):
+        beside.start("tell")
     with pytest.raises(UserError, match="aren't JSON"):
         beside.start("tell", arguments={"x": object()})
     assert list_side_jobs(beside.paths, beside.slurm) == []
     assert list(beside.paths.side_jobs.iterdir()) == []
+
+
+def test_the_command_line(beside: Beside, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in beside.box.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "7")  # as in an allocation: it must not leak into the job
+    root = str(beside.paths.root)
+    assert main(["side", root, "doctor", "--role", "trainer", "--nodes", "2", "--wait", "100"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [node["exit_code"] for node in told] == [0, 0]
+    assert all(node["output"].startswith("miles-hpc ") for node in told)
+    assert main(["side", root, "verify-checkpoint", "--wait", "60"]) == 1
+    assert "no complete checkpoint" in capsys.readouterr().err
+    mark = beside.folder / "one"
+    assert main(["side", root, "side_probe:wait_for", "--arg", f"mark={mark}"]) == 0
+    until(lambda: beside.begun(mark), "the job to begin")
+    assert main(["jobs", root, "--cancel", "3"]) == 0
+    assert "was RUNNING" in capsys.readouterr().out
+    job = list_side_jobs(beside.paths, beside.slurm)[-1]
+    until(job.done, "its end", SOON_S)
+    assert main(["jobs", root]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [line.split()[2:4] for line in lines[1:]] == [
+        ["doctor", "COMPLETED"],
+        ["verify-checkpoint", "FAILED"],
+        ["wait-for", "CANCELLED"],
+    ]
+    assert "SLURM_CPUS_PER_TASK" not in (job.folder.root / f"{job.id}_submission.sh").read_text()
