@@ -14,7 +14,7 @@ from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_prepared
 
-__all__ = ["main"]
+__all__ = ["main", "show_result"]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -41,11 +41,14 @@ def main(args: argparse.Namespace) -> int:
     print(f"side job {job.folder.number} ({job.name}): {where}, output in {job.stdout_path}", file=sys.stderr)
     if args.wait is None:
         return 0
-    return _wait(job, args.wait)
+    return show_result(job, args.wait)
 
 
-def _wait(job: SideJob, deadline_s: float) -> int:
-    """Print what the job returned; of several tasks what there is, also when one failed."""
+def show_result(job: SideJob, deadline_s: float) -> int:
+    """Wait, and print what the job returned as JSON; of several tasks what there is, also when one failed.
+
+    Raises JobFailed and DeadlineExpired.
+    """
     try:
         value = job.result(deadline_s)
     except JobFailed:

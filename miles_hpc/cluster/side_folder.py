@@ -43,6 +43,7 @@ class Call(_Record, frozen=True, kw_only=True):
     function: str  # "module:attribute"
     arguments: dict[str, Any] = {}
     tasks: int = 1
+    gpus: int = 0  # of a local job: so many of this machine's are visible to every task
     executor: Literal["slurm", "local"] = "slurm"
     python: str = ""  # interpreter of the tasks
     role: str = ""  # whose partition and interpreter it has

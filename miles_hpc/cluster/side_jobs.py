@@ -242,6 +242,7 @@ def _call(plan: SidePlan, request: SideRequest, *, local: bool) -> Call:
         function=request.function,
         arguments=dict(request.arguments),
         tasks=plan.tasks,
+        gpus=request.gpus_per_node,
         executor="local" if local else "slurm",
         python=plan.python,
         role=plan.role,

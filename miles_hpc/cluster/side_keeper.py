@@ -73,7 +73,10 @@ def main(root: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the controller ends on it; a shell may have it ignored
     executor = LocalExecutor(folder.root, python=shlex.join([call.python, "-P"]))
     executor.update_parameters(
-        timeout_min=call.time_limit_s / 60, tasks_per_node=call.tasks, signal_delay_s=call.signal_s
+        timeout_min=call.time_limit_s / 60,
+        tasks_per_node=call.tasks,
+        gpus_per_node=call.gpus,
+        signal_delay_s=call.signal_s,
     )
     began = time.monotonic()
     job = executor.submit(CallAgain() if call.start_again else run_call, str(folder.root))

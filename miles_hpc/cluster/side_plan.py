@@ -80,6 +80,8 @@ def plan_side_job(
     _check(request)
     if re.search(r"[%\"'\\\n]", str(paths.root)):  # submitit and sbatch replace %j, %t, %A
         raise UserError(f"'{paths.root}': side jobs need a path without quotes, backslashes, '%' and line breaks")
+    if local and request.nodes > 1:
+        raise UserError(f"side job '{request.name}': nodes = {request.nodes}: this machine is one: leave --local out")
     role, partition = _place(run, site, request, local=local)
     group: GroupConfig = getattr(run.groups, role)
     limit_s = parse_time(request.time)

@@ -11,7 +11,13 @@ from typing import Any
 
 def tell(x: int = 1) -> dict[str, Any]:
     print("told", x, flush=True)
-    return {"x": x, "node": os.environ.get("SLURMD_NODENAME", ""), "conf": "SLURM_CONF" in os.environ}
+    environ = os.environ
+    return {
+        "x": x,
+        "node": environ.get("SLURMD_NODENAME", ""),
+        "conf": "SLURM_CONF" in environ,
+        "gpus": environ.get("CUDA_VISIBLE_DEVICES"),
+    }
 
 
 def fail() -> None:

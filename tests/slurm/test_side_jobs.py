@@ -45,8 +45,9 @@ class Beside:
     """A prepared run on the box, and side jobs of it."""
 
     def __init__(self, folder: Path, box: Box, *, requeue: bool = True) -> None:
+        folder = folder / "my runs"  # a space, which every layer has to quote
         own = folder / "own"
-        own.mkdir()
+        own.mkdir(parents=True)
         shutil.copy(side_probe.__file__, own / "side_probe.py")
         self.folder, self.box = folder, box
         self.slurm = Slurm(environ=box.env(), timeout_s=20.0)

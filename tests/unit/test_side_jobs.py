@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickletools
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from miles_hpc.cli.side import show_result
 from miles_hpc.cluster.jobs import JobFailed, JobState
 from miles_hpc.cluster.side_folder import SideFolder, TaskResult
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs, submit_side_job
@@ -142,6 +144,16 @@ def test_several_tasks(paths: RunPaths) -> None:
     assert (job.state(), job.status().reason) == (JobState.FAILED, "task 1: ValueError: no good")
     leave(job, 1, value=1)
     assert job.result(0.0) == [0, 1, 2]
+
+
+def test_what_came_is_shown_when_a_node_failed(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm = FakeSlurm()
+    job = start(paths, slurm, nodes=2)
+    leave(job, 0, value={"host": "n1"})
+    slurm.finish(int(job.id), "NODE_FAIL")
+    with pytest.raises(JobFailed, match="NODE_FAIL"):
+        show_result(job, 0.0)
+    assert json.loads(capsys.readouterr().out) == [{"host": "n1"}]
 
 
 def test_a_cancel_leaves_word_for_the_tasks(paths: RunPaths) -> None:

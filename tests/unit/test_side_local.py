@@ -103,6 +103,12 @@ def test_a_program_and_what_it_prints(paths: RunPaths, capsys: pytest.CaptureFix
     assert "exit code 2" in capsys.readouterr().err
 
 
+def test_gpus_of_this_machine(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    for count, visible in ((0, ""), (2, "0,1")):
+        assert side(paths, "side_probe:tell", "--gpus-per-node", str(count), "--wait", "60") == 0
+        assert json.loads(capsys.readouterr().out)["gpus"] == visible
+
+
 def test_how_local_jobs_end(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     assert side(paths, "side_probe:fail", "--wait", "60") == 1
     assert "FAILED: ValueError: no good" in capsys.readouterr().err

@@ -173,6 +173,8 @@ def test_bad_requests(fields: dict[str, Any], complaint: str) -> None:
 
 
 def test_bad_paths_sites_and_directives() -> None:
+    with pytest.raises(UserError, match="this machine is one"):
+        plan_side_job(make_run(), make_site("laptop"), PATHS, replace(PROBE, nodes=2), number=1, local=True)
     for root in ("/runs/50%", "/runs/it's", '/runs/"x"'):
         with pytest.raises(UserError, match="side jobs need a path"):
             plan_side_job(make_run(), make_site(), RunPaths(Path(root)), PROBE, number=1)
