@@ -9,7 +9,7 @@ BOX_ROOT ?= /tmp/miles-box-$(shell id -u)
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-hosts test-fast lint types bench box-up box-down clean
+.PHONY: help setup demo test test-hosts test-lifecycle test-fast lint types bench box-up box-down clean
 
 help: ## show this list
 	@echo "miles_hpc: RL post-training of language models as Slurm batch jobs"
@@ -27,6 +27,9 @@ test: setup ## all tests that run without a GPU, the real Slurm box and MPI incl
 
 test-hosts: setup ## tests between network namespaces as hosts: cut links, blackholes, cut-off nodes (root only)
 	@$(PY) -m pytest -m "netns and not gpu"
+
+test-lifecycle: setup ## whole runs that a cluster interrupts: preempted, cancelled, without progress, on spare nodes
+	@$(PY) -m pytest -m "lifecycle and not gpu"
 
 test-fast: setup ## only the tests without Slurm, MPI and long runs
 	@$(PY) -m pytest -q -m "not gpu and not slurm and not mpi and not slow"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import sys
-import time
 from pathlib import Path
 
+from miles_hpc.cluster.chain import record_outcome
+from miles_hpc.cluster.next_allocation import Chain
 from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.cluster.submit import submit_prepared
 from miles_hpc.core import env, exits
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
@@ -37,34 +36,24 @@ def main() -> int:
             raise UserError("SLURM_JOB_ID is not set: the supervisor runs inside a Slurm job; use 'miles-hpc local'")
         slurm = Slurm()
         attempt = claim_attempt(paths)
-        if attempt > run.job.max_allocations:
-            raise UserError(f"allocation {attempt} is more than job.max_allocations = {run.job.max_allocations}")
+        chain = Chain(run, site, paths, slurm, job_id, attempt)
+        if why := chain.begin():
+            record_outcome(paths, attempt, "stopped", why)
+            print(f"supervisor: not started: {why}", flush=True)
+            return exits.FAILED
         starter = SlurmStarter(run, site, paths, attempt, slurm=slurm, job_id=job_id, environ=os.environ)
-        remaining_s = slurm.remaining_s(job_id)
-        end_time = None if math.isinf(remaining_s) else time.time() + remaining_s
-        supervisor = Supervisor(starter, secret, end_time=end_time, job_id=job_id)
+        supervisor = Supervisor(starter, secret, end_time=chain.end_time(), job_id=job_id)
     except UserError as error:
         print(f"supervisor: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
     code = asyncio.run(supervisor.run())
-    if code == exits.NEXT_ALLOCATION and not supervisor.terminated:
-        if newest_attempt(paths) > attempt:
-            print("supervisor: the run was started elsewhere already: no next allocation from here", flush=True)
-            return exits.FENCED
-        if attempt >= run.job.max_allocations:
-            last = f"allocation {attempt} was the last of job.max_allocations = {run.job.max_allocations}"
-            print(f"supervisor: {last}: to go on, raise it and submit again", flush=True)
-            return code
-        _next_allocation(slurm, site.requeue, job_id, paths)
+    if newest_attempt(paths) > attempt:
+        print("supervisor: the run was started elsewhere already: no next allocation from here", flush=True)
+        return exits.FENCED
+    chain.end(code, supervisor.reason, terminated=supervisor.terminated)
+    chain.note_nodes({**supervisor.troubled_hosts, **supervisor.lost_nodes})
+    chain.next()
     return code
-
-
-def _next_allocation(slurm: Slurm, requeue: bool, job_id: int, paths: RunPaths) -> None:
-    """Requeue this job, or hand in its script again where the site doesn't let users requeue."""
-    if requeue:
-        slurm.requeue(job_id)  # Slurm ends this script now
-    else:
-        print(f"supervisor: next allocation is job {submit_prepared(paths, slurm)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--attempt", required=True, type=int)
     parser.add_argument("--incarnation", required=True, type=int)
     parser.add_argument("--host", default="", help="name of this host; default: the system's")
+    parser.add_argument("--world", default=0, type=int, help="tasks of a step over all roles; default: only ranks")
     args = parser.parse_args()
 
     from miles_hpc.control.auth import load_secret
@@ -34,6 +36,9 @@ def main() -> int:
     from miles_hpc.core.paths import RunPaths
 
     die_with_parent(os.getppid())
+    # Slurm's notice is for those who decide: they save, and that takes this process. SIGINT ends it (agent_app.py).
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         paths = RunPaths(args.run_dir.resolve())
         run, site = load_prepared(paths.root)
@@ -41,7 +46,7 @@ def main() -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(run.train.threads))
         sys.path[:0] = run.python_path
 
-        from miles_hpc.control.mpi import open_world
+        from miles_hpc.control.mpi import open_spanning_world, open_world
         from miles_hpc.trainer.role import run_trainer
 
         if run.control.transport == "ucx":
@@ -49,12 +54,16 @@ def main() -> int:
 
             find_ucx()  # before MPI, and in all ranks: it says why
         trainer = run.groups.trainer
-        group = open_world(trainer.nodes * trainer.ranks_per_node)
+        world = open_spanning_world(args.world, works=True) if args.world else None
+        group = world.group if world is not None else open_world(trainer.nodes * trainer.ranks_per_node)
+        assert group is not None
         keep_freed_memory()
         code = run_trainer(
             group, run, site, paths, secret, attempt=args.attempt, incarnation=args.incarnation, host=args.host
         )
-        if code == exits.DONE:
+        if world is not None:
+            world.finish()
+        elif code == exits.DONE:
             from mpi4py import MPI
 
             MPI.Finalize()  # otherwise the process manager takes this for a crash and ends the other ranks

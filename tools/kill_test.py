@@ -1,6 +1,6 @@
 """The kill test: a run on the real Slurm box, with `kill -9` at chosen steps, that must come out whole.
 
-    python -m tools.kill_test [--faults engine,agent,rank,controller,srun] [--seed 0] [--keep]
+    python -m tools.kill_test [--faults engine,agent,rank,controller,srun] [--layout split_span] [--seed 0] [--keep]
 
 Each fault is injected once, when the run has reached its step; the time limit cuts the run as well (at least two
 allocations, or the test fails). Afterwards the audit must find: the number of trained groups that was asked for, none
@@ -53,6 +53,8 @@ VICTIMS = {
     for v in (
         Victim("engine", ("launchers.engine",)),
         Victim("agent", ("launchers.agent", "--role rollout", "!srun")),
+        Victim("member", ("launchers.mpi_member", "--child")),
+        Victim("all-srun", ("srun", "launchers.agent", "--span")),
         Victim("rank", ("launchers.trainer",)),
         Victim("controller", ("launchers.controller",)),
         Victim("supervisor", ("launchers.supervisor",)),
@@ -162,6 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="kill_test", description=__doc__)
     parser.add_argument("--faults", default="engine,agent,rank,controller,srun,supervisor,sandbox-agent,trainer-srun")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layout", default="hetjob", help="job.layout of the run")
     parser.add_argument("--keep", action="store_true", help="keep the run directory")
     args = parser.parse_args()
     faults = [f for f in args.faults.split(",") if f]
@@ -174,7 +177,7 @@ def main() -> int:
     box = Box(root / "box")
     try:
         box.up(BoxSpec.parse("trainer:2,rollout:2,sandbox:1"))
-        result = kill_test(box, root / "run", faults, seed=args.seed)
+        result = kill_test(box, root / "run", faults, seed=args.seed, settings=(*SETTINGS, f"job.layout={args.layout}"))
     finally:
         box.down()
         if not args.keep:

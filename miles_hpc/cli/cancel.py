@@ -1,12 +1,13 @@
-"""miles-hpc cancel: end a run's job."""
+"""miles-hpc cancel: end a run's job and the one that would follow it."""
 
 from __future__ import annotations
 
 import argparse
 
 from miles_hpc.cli.inputs import find_run_dir
+from miles_hpc.cluster.chain import set_cancelled
 from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.cluster.submit import read_job
+from miles_hpc.cluster.submit import drop_follow_up, read_follow_up, read_job
 from miles_hpc.core.errors import UserError
 
 __all__ = ["main"]
@@ -18,10 +19,17 @@ def main(args: argparse.Namespace) -> int:
     if job_id is None:
         raise UserError(f"{paths.root}: this run was never submitted: nothing to cancel")
     slurm = Slurm()
-    active = [component for component in slurm.components(job_id) if component.active]
-    if not active:
+    follower = read_follow_up(paths)
+    jobs = [job for job in (job_id, follower) if job is not None]
+    states = {job: [c.state for c in slurm.components(job) if c.active] for job in jobs}
+    if not any(states.values()):
         print(f"job {job_id} has already ended")
         return 0
-    slurm.cancel(job_id)
-    print(f"cancelled job {job_id} ({active[0].state}); 'miles-hpc resume {paths.root}' continues the run")
+    set_cancelled(paths, True)  # before anything ends: what ends might ask for the next allocation
+    drop_follow_up(paths, slurm)
+    for job in jobs:
+        if states[job] and job != follower:
+            slurm.cancel(job)
+    told = ", ".join(f"job {job} ({states[job][0]})" for job in jobs if states[job])
+    print(f"cancelled {told}; 'miles-hpc resume {paths.root}' continues the run")
     return 0

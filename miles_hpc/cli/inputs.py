@@ -15,7 +15,7 @@ import miles_hpc.recipes
 from checkpoints.journal import read_journals
 from checkpoints.lineage import account
 from checkpoints.manifest import newest_complete
-from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
+from miles_hpc.cluster.job_plan import JobPlan, plan_job
 from miles_hpc.cluster.site import role_environment, site_folders, site_name, source_root, template_folders
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
@@ -75,7 +75,7 @@ def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInput
     return RunInputs(run=run, site=site, paths=paths, source=file.read_text())
 
 
-def render(run: RunConfig, site: SiteConfig, paths: RunPaths) -> tuple[HetJobPlan, str]:
+def render(run: RunConfig, site: SiteConfig, paths: RunPaths) -> tuple[JobPlan, str]:
     """The plan and the text of the batch job. Raises UserError for a site without Slurm."""
     from miles_hpc.cluster.render import render_job
 

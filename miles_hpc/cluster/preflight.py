@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
-from miles_hpc.cluster.hetjob import HetJobPlan
+from miles_hpc.cluster.job_plan import JobPlan
 from miles_hpc.core.config import SiteConfig
 from miles_hpc.core.errors import MilesError, UserError
 
@@ -41,7 +41,7 @@ class Finding:
         return ("ok" if self.ok else "FAIL") if self.looked else "skip"
 
 
-def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
+def check_job(plan: JobPlan, text: str, slurm: Scheduler) -> None:
     """Raise UserError when Slurm is missing, lacks a partition of the plan, or would refuse the batch script."""
     slurm.require()
     live = slurm.partitions()
@@ -49,7 +49,7 @@ def check_job(plan: HetJobPlan, text: str, slurm: Scheduler) -> None:
         if component.partition and component.partition not in live:
             near = get_close_matches(component.partition, live, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(live) or 'none'}"
-            raise UserError(f"{component.role}: this cluster has no partition '{component.partition}': {hint}")
+            raise UserError(f"{component.roles[0]}: this cluster has no partition '{component.partition}': {hint}")
     slurm.test(text)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jinja2
 
-from miles_hpc.cluster.hetjob import HetJobPlan
+from miles_hpc.cluster.job_plan import JobPlan
 from miles_hpc.core.errors import UserError
 
 __all__ = ["render_job"]
 
 
-def render_job(plan: HetJobPlan, folders: Sequence[Path], template: str = "hetjob.sh.j2") -> str:
+def render_job(plan: JobPlan, folders: Sequence[Path], template: str = "job.sh.j2") -> str:
     """The batch script. The first of `folders` that has `template` wins. Raises UserError when rendering fails."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([str(folder) for folder in folders]),

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from miles_hpc.cluster.chain import read_starts
 from miles_hpc.cluster.jobs import JobFailed, JobState, JobStatus, Witness, await_end, judge, look
 from miles_hpc.cluster.submit import read_job
 from miles_hpc.core.paths import RunPaths
@@ -92,16 +93,15 @@ class RunJob:
         return JobFailed(f"job {self._job_id} of run '{self._name}' {what}; see {self.stdout_path}", status)
 
     def _outcome(self) -> dict[str, Any] | None:
-        """outcome.json of the newest attempt, when that is of this submission; None while it goes on."""
-        newest = max((path for path in self._paths.attempts.glob("[0-9]*") if path.is_dir()), default=None)
-        submitted = self.submitted
-        if newest is None or submitted is None:
+        """outcome.json of this job's newest attempt (a requeued job has several); None while it goes on."""
+        mine = [start.attempt for start in read_starts(self._paths) if start.job_id == self._job_id]
+        if not mine:
             return None
         try:
-            outcome: dict[str, Any] = json.loads((newest / "outcome.json").read_bytes())
-            return outcome if float(outcome["time"]) >= submitted else None
-        except (OSError, ValueError, KeyError, TypeError):
+            outcome: dict[str, Any] = json.loads(self._paths.outcome(max(mine)).read_bytes())
+        except (OSError, ValueError):
             return None
+        return outcome
 
 
 def with_outcome(status: JobStatus, outcome: dict[str, Any] | None) -> JobStatus:
@@ -117,7 +117,7 @@ def with_outcome(status: JobStatus, outcome: dict[str, Any] | None) -> JobStatus
     if told == "continue" and status.ended:
         reason = "its state is saved, and the run goes on in the next allocation"
         return JobStatus(JobState.COMPLETED, reason, "result", status.nodes)
-    if told in ("failed", "fenced"):
+    if told in ("failed", "fenced", "stopped"):
         state = JobState.FAILED if status.state in (JobState.UNKNOWN, JobState.COMPLETED) else status.state
         reason = str(outcome.get("reason") or status.reason or told)
         return JobStatus(state, reason, "result" if state is JobState.FAILED else status.witness, status.nodes)

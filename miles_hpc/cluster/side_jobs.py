@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_hpc.cluster.chain import bad_nodes
 from miles_hpc.cluster.jobs import JobFailed, JobState, JobStatus, Witness, await_end, judge, look
 from miles_hpc.cluster.side_folder import Call, Ended, SideFolder, TaskResult, create, side_folders
 from miles_hpc.cluster.side_keeper import is_alive
@@ -219,7 +220,8 @@ def submit_side_job(
         if local or slurm is None:
             _start_keeper(folder, plan)
         else:
-            _submit(folder, plan, request, slurm)
+            exclude = [] if site.sbatch.exclude_allowed is False else [one.node for one in bad_nodes(paths)]
+            _submit(folder, plan, request, slurm, exclude)
     except DeadlineExpired:
         raise
     except (MilesError, TypeError) as error:
@@ -253,12 +255,14 @@ def _call(plan: SidePlan, request: SideRequest, *, local: bool) -> Call:
     )
 
 
-def _submit(folder: SideFolder, plan: SidePlan, request: SideRequest, slurm: SideScheduler) -> None:
+def _submit(
+    folder: SideFolder, plan: SidePlan, request: SideRequest, slurm: SideScheduler, exclude: Sequence[str]
+) -> None:
     from miles_hpc.cluster.side_call import CallAgain, run_call
     from miles_hpc.cluster.side_folder import Submitted
     from miles_hpc.cluster.side_submitit import SiteExecutor
 
-    executor = SiteExecutor(folder.root, slurm, python=shlex.join([plan.python, "-P"]))
+    executor = SiteExecutor(folder.root, slurm, python=shlex.join([plan.python, "-P"]), exclude=exclude)
     executor.update_parameters(**plan.parameters)
     job = executor.submit(CallAgain() if request.start_again else run_call, str(folder.root))
     folder.write(Submitted(id=str(job.job_id), time=time.time()))

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_hpc.cluster.hetjob import ROLES, gpu_option, memory_option
+from miles_hpc.cluster.job_plan import gpu_option, memory_option
 from miles_hpc.cluster.lifecycle import parse_time
 from miles_hpc.cluster.site import job_environment, role_python
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.layouts import ROLES, partition_of
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.site_rules import directive_complaints, option_name
-from miles_hpc.core.validate import partition_of
 
 __all__ = ["OUR_PACKAGES", "SUBMITIT_STATES", "SidePlan", "SideRequest", "plan_side_job", "split_directive"]
 

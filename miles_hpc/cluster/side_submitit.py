@@ -7,6 +7,7 @@ submits, and states are `cluster.jobs`' business: nothing of submitit's watcher 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ __all__ = ["SiteExecutor"]
 class SiteExecutor(SlurmExecutor):  # type: ignore[misc] # submitit isn't followed by the type checker
     """Submits through `slurm`; what that raises (UserError for a refused script) passes through `submit`.
 
-    `python` is a shell command, to which submitit appends its own module and the folder.
+    `python` is a shell command, to which submitit appends its own module and the folder. `exclude` are nodes that the
+    job is not to get.
     """
 
-    def __init__(self, folder: Path, slurm: SubmittingScheduler, *, python: str) -> None:
+    def __init__(self, folder: Path, slurm: SubmittingScheduler, *, python: str, exclude: Sequence[str] = ()) -> None:
         self._slurm = slurm
+        self._exclude = exclude
         super().__init__(folder, python=python)
 
     @classmethod
@@ -35,7 +38,7 @@ class SiteExecutor(SlurmExecutor):  # type: ignore[misc] # submitit isn't follow
 
     def _submit_command(self, command: str) -> Any:
         text = self._make_submission_file_text(command, "")
-        job_id = self._slurm.submit(text)
+        job_id = self._slurm.submit(text, exclude=self._exclude)
         job = SlurmJob(folder=self.folder, job_id=str(job_id), tasks=list(range(self._num_tasks())))
         publish_bytes(job.paths.submission_file, text.encode(), mode=0o600)
         return job

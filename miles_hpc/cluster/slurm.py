@@ -11,12 +11,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from miles_hpc.cluster.lifecycle import remaining_s
+from miles_hpc.cluster.nodelist import compress
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 
 __all__ = ["ACTIVE_STATES", "ComponentState", "Slurm", "SlurmError", "Step", "parse_jobs", "parse_records"]
@@ -91,12 +92,15 @@ class Slurm:
         for command in ("sbatch", "scontrol", "squeue", "scancel"):
             self._locate(command)
 
-    def submit(self, script: str | Path, *, dependency: str = "") -> int:
+    def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
         """Hand a batch script (its text, or the path of a file) to sbatch; returns the leader's job id.
+
+        Both options hold for all components of a het job (heterogeneous_jobs.html lists what carries over).
 
         Raises UserError with sbatch's own words when it refuses the script.
         """
         options = [f"--dependency={dependency}"] if dependency else []
+        options += [f"--exclude={compress(exclude)}"] if exclude else []
         answer = self._sbatch(script, "--parsable", *options)
         found = re.match(r"(\d+)", answer)  # "123" or "123;cluster"
         if found is None:
@@ -177,6 +181,16 @@ class Slurm:
         """Seconds until the allocation ends; math.inf when it has no end."""
         return remaining_s(self.end_time(job_id), time.time())
 
+    def failed_nodes(self, names: Sequence[str]) -> dict[str, str]:
+        """Those of these nodes that Slurm has given up, with its reason: down, failing, or not responding."""
+        answer = self._run("sinfo", "--noheader", "--Node", f"--nodes={compress(names)}", "--format=%N|%T|%E")
+        failed = {}
+        for line in answer.splitlines():
+            name, state, reason = (*line.split("|", 2), "", "")[:3]
+            if state.rstrip("*~#!%$@^-") in ("down", "fail", "failing", "error") or state.endswith("*"):
+                failed[name] = f"{state}: {reason}" if reason not in ("", "none") else state
+        return failed
+
     def partitions(self) -> list[str]:
         """Names of the partitions that this user sees."""
         return list(dict.fromkeys(self._run("sinfo", "--noheader", "--format=%R").split()))
@@ -255,7 +269,8 @@ def parse_jobs(text: str) -> list[ComponentState]:
 def parse_records(text: str) -> list[ComponentState]:
     """`sacct --parsable2` with JobID, State, ExitCode, NodeList, End, JobName: a het component's id is "12+1".
 
-    The state keeps sacct's detail, "CANCELLED by 1000". Accounting has no reason and no count of restarts.
+    The state keeps sacct's detail, "CANCELLED by 1000". Accounting has no reason and no count of restarts, and sacct
+    takes 128 off an exit code above it: scontrol's 137:0 is its 9:0 (seen with 22.05).
     """
     jobs = []
     for line in text.splitlines():

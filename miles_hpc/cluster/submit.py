@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from checkpoints.publish import publish_bytes
+from miles_hpc.cluster.chain import bad_nodes, set_cancelled
 from miles_hpc.cluster.preflight import Scheduler
 from miles_hpc.cluster.slurm import ComponentState
 from miles_hpc.core.config import RunConfig, SiteConfig
@@ -32,11 +33,16 @@ from miles_hpc.core.paths import RunPaths
 
 __all__ = [
     "SubmittingScheduler",
+    "adopt_follow_up",
     "check_idle",
     "check_owner",
     "config_digest",
+    "drop_follow_up",
     "prepare",
+    "read_first_attempt",
+    "read_follow_up",
     "read_job",
+    "submit_follow_up",
     "submit_prepared",
 ]
 
@@ -61,7 +67,9 @@ class SubmittingScheduler(Scheduler, Protocol):
 
     def components(self, job_id: int) -> list[ComponentState]: ...
 
-    def submit(self, script: str | Path, *, dependency: str = "") -> int: ...
+    def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int: ...
+
+    def cancel(self, job_id: int) -> None: ...
 
 
 def config_digest(run: RunConfig) -> str:
@@ -115,13 +123,13 @@ def _check_place(root: Path) -> None:
 
 def check_idle(paths: RunPaths, slurm: SubmittingScheduler) -> None:
     """Raise UserError while an earlier submission of this run is still queued or running."""
-    job_id = read_job(paths)
-    active = [c for c in slurm.components(job_id) if c.active] if job_id is not None else []
-    if active:
-        raise UserError(
-            f"run directory {paths.root}: job {job_id} of this run is {active[0].state}: "
-            "wait for it, or end it with 'miles-hpc cancel'"
-        )
+    for job_id in (read_job(paths), read_follow_up(paths)):
+        active = [c for c in slurm.components(job_id) if c.active] if job_id is not None else []
+        if active:
+            raise UserError(
+                f"run directory {paths.root}: job {job_id} of this run is {active[0].state}: "
+                "wait for it, or end it with 'miles-hpc cancel'"
+            )
 
 
 def prepare(
@@ -150,20 +158,76 @@ def prepare(
         materialise(run, paths)
 
 
-def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler, *, dependency: str = "") -> int:
-    """Submit job.sbatch of a prepared directory and note the job in job.json. Returns the leader's id."""
-    job_id = slurm.submit(paths.job_script, dependency=dependency)
-    earlier = read_job(paths)
-    previous = [*_job_file(paths).get("previous", []), *([earlier] if earlier is not None else [])]
-    note = {"job_id": job_id, "submitted": _now(), "previous": previous}
-    publish_bytes(paths.job, (json.dumps(note, indent=2) + "\n").encode())
+def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler) -> int:
+    """Submit job.sbatch of a prepared directory and note the job in job.json. Returns the leader's id.
+
+    Its first attempt is where the chain's count of allocations without progress begins; an earlier cancel is over.
+    """
+    exclude = [one.node for one in bad_nodes(paths)] if _may_exclude(paths) else []
+    job_id = slurm.submit(paths.job_script, exclude=exclude)
+    set_cancelled(paths, False)
+    note = _job_file(paths)
+    note |= {"job_id": job_id, "submitted": _now(), "previous": _with_earlier(note), "follow_up": None}
+    note["first_attempt"] = 1 + max((int(p.name) for p in paths.attempts.glob("[0-9]*")), default=0)
+    _write_job_file(paths, note)
     return job_id
 
 
+def submit_follow_up(paths: RunPaths, slurm: SubmittingScheduler, after: int, *, exclude: Sequence[str] = ()) -> int:
+    """Queue the job that continues the run when job `after` has ended, however it ended. Returns its leader's id."""
+    job_id = slurm.submit(paths.job_script, dependency=f"afterany:{after}", exclude=exclude)
+    _write_job_file(paths, _job_file(paths) | {"follow_up": job_id})
+    return job_id
+
+
+def adopt_follow_up(paths: RunPaths, job_id: int) -> None:
+    """Called by the job itself: when it was the follow-up, it is the run's job now."""
+    note = _job_file(paths)
+    if note.get("follow_up") == job_id:
+        _write_job_file(paths, note | {"job_id": job_id, "previous": _with_earlier(note), "follow_up": None})
+
+
+def drop_follow_up(paths: RunPaths, slurm: SubmittingScheduler) -> int | None:
+    """Take the follow-up out of the queue; returns its id, None when there is none."""
+    note = _job_file(paths)
+    follower = note.get("follow_up")
+    if not isinstance(follower, int):
+        return None
+    slurm.cancel(follower)
+    _write_job_file(paths, note | {"follow_up": None})
+    return follower
+
+
 def read_job(paths: RunPaths) -> int | None:
-    """The leader's id of the latest submission; None when there was none."""
+    """The leader's id of the run's newest job; None when there was none."""
     job_id = _job_file(paths).get("job_id")
     return job_id if isinstance(job_id, int) else None
+
+
+def read_follow_up(paths: RunPaths) -> int | None:
+    """The leader's id of the job that waits for the newest one to end; None without one."""
+    job_id = _job_file(paths).get("follow_up")
+    return job_id if isinstance(job_id, int) else None
+
+
+def read_first_attempt(paths: RunPaths) -> int:
+    """The first attempt of the newest submission by hand."""
+    first = _job_file(paths).get("first_attempt")
+    return first if isinstance(first, int) else 1
+
+
+def _with_earlier(note: dict[str, Any]) -> list[int]:
+    earlier = note.get("job_id")
+    return [*note.get("previous", []), *([earlier] if isinstance(earlier, int) else [])]
+
+
+def _may_exclude(paths: RunPaths) -> bool:
+    site: dict[str, Any] = tomllib.loads(paths.site_toml.read_text()) if paths.site_toml.is_file() else {}
+    return site.get("sbatch", {}).get("exclude_allowed") is not False
+
+
+def _write_job_file(paths: RunPaths, note: dict[str, Any]) -> None:
+    publish_bytes(paths.job, (json.dumps(note, indent=2) + "\n").encode())
 
 
 def _job_file(paths: RunPaths) -> dict[str, Any]:

@@ -117,6 +117,9 @@ class Agent:
         self._shutdown = asyncio.Event()
         self._renewed = time.monotonic()
         self._accepted = asyncio.Event()
+        self._in_touch = False
+        self._notice = ""
+        self._noticed = asyncio.Event()
         self._commands = CommandMemory()
         self._relay: RelayPoint | None = None  # of the term that it joins or has joined
 
@@ -124,6 +127,12 @@ class Agent:
     def served(self) -> bool:
         """Whether a controller has ever accepted this agent."""
         return self._accepted.is_set()
+
+    def notice(self, text: str) -> bool:
+        """Tell the controller that this process was told to end soon; False when there is no controller to tell."""
+        self._notice = text
+        self._noticed.set()
+        return self._in_touch
 
     async def run(self) -> int:
         """Serve until told to shut down (0), or until the app fails (its code).
@@ -211,8 +220,11 @@ class Agent:
         newer = asyncio.create_task(self._look_for_newer(term))
         try:
             await self._app.joined(endpoint, term)
+            self._in_touch = True
             while not endpoint.closed.is_set() and not self._shutdown.is_set():
-                await endpoint.call(Heartbeat(children=self._app.children()), deadline_s=self._control.lost_after_s)
+                self._noticed.clear()
+                beat = Heartbeat(children=self._app.children(), notice=self._notice)
+                await endpoint.call(beat, deadline_s=self._control.lost_after_s)
                 self._renewed = time.monotonic()
                 if newer.done():
                     await endpoint.close(f"term {newer.result()} was claimed")
@@ -228,6 +240,7 @@ class Agent:
         except MilesError as error:
             return str(error)
         finally:
+            self._in_touch = False
             newer.cancel()
             newer.add_done_callback(_mark_retrieved)
             if self._relay is not None:
@@ -244,8 +257,9 @@ class Agent:
             await asyncio.sleep(self._control.heartbeat_interval_s)
 
     async def _pause(self, endpoint: Endpoint, newer: asyncio.Task[int], seconds: float) -> None:
-        """Sleep, but wake up when the endpoint is lost, a newer term exists, or a shutdown arrived."""
-        waits = [asyncio.create_task(endpoint.closed.wait()), asyncio.create_task(self._shutdown.wait())]
+        """Sleep, but wake up when the endpoint is lost, a newer term exists, or a shutdown or a notice arrived."""
+        events = (endpoint.closed, self._shutdown, self._noticed)
+        waits = [asyncio.create_task(event.wait()) for event in events]
         try:
             await asyncio.wait({*waits, newer}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -29,7 +29,7 @@ from miles_hpc.control.mpi_start import start_mpi
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError, ProtocolError, UserError
 
-__all__ = ["RankFailure", "SpmdError", "SpmdGroup", "open_world"]
+__all__ = ["RankFailure", "SpanningWorld", "SpmdError", "SpmdGroup", "open_spanning_world", "open_world"]
 
 T = TypeVar("T")
 
@@ -250,12 +250,58 @@ class _Sleeper:
         self._next_s = min(2 * self._next_s, self._max_sleep_s)
 
 
+class SpanningWorld:
+    """MPI's world over the tasks of all roles. `group` has the ranks that train; None in all other tasks.
+
+    Its end is agreed upon by a barrier that every task enters when its part is over, so that nobody is taken for
+    crashed by the process manager, and nobody waits for ever for a task that did crash.
+    """
+
+    def __init__(self, comm: Any, group: SpmdGroup | None) -> None:
+        self._comm = comm
+        self._end: Any = None
+        self.group = group
+
+    def is_over(self) -> bool:
+        """Whether every task has said that its part is over; the first call says so for this one."""
+        if self._end is None:
+            self._end = self._comm.Ibarrier()
+        return bool(self._end.Test())
+
+    def finish(self, deadline_s: float = 5.0) -> bool:
+        """Wait for all others to be over and end MPI. False when some aren't in time: then leave without MPI's end."""
+        from mpi4py import MPI
+
+        deadline = Deadline(deadline_s, "the end of MPI's world")
+        while not self.is_over():
+            if deadline.expired:
+                return False
+            time.sleep(0.01)
+        MPI.Finalize()
+        return True
+
+
 def open_world(expected: int, *, max_sleep_s: float = MAX_SLEEP_S, grace_s: float = GRACE_S) -> SpmdGroup:
     """The group of all ranks of this step.
 
     Raises UserError when MPI's world has another size than `expected` (Slurm's number of tasks): with the wrong
     --mpi, srun starts as many worlds of one rank, and every one of them would train on its own.
     """
+    return SpmdGroup(_whole_world(expected).COMM_WORLD, max_sleep_s=max_sleep_s, grace_s=grace_s)
+
+
+def open_spanning_world(expected: int, *, works: bool) -> SpanningWorld:
+    """The world of a step over all roles; tasks that train say `works`. Collective over all tasks.
+
+    Raises UserError as `open_world` does.
+    """
+    MPI = _whole_world(expected)
+    comm = MPI.COMM_WORLD.Split(0 if works else 1, MPI.COMM_WORLD.Get_rank())
+    return SpanningWorld(MPI.COMM_WORLD, SpmdGroup(comm) if works else None)
+
+
+def _whole_world(expected: int) -> Any:
+    """mpi4py.MPI, started, with a world of the expected size."""
     MPI = start_mpi()  # with threads: rank 0 may call from a thread of its own, beside an event loop
     size = MPI.COMM_WORLD.Get_size()
     if size != expected:
@@ -264,7 +310,7 @@ def open_world(expected: int, *, max_sleep_s: float = MAX_SLEEP_S, grace_s: floa
             f"MPI world of {size} ranks, expected {expected}: this library ({library}) doesn't understand how it was "
             "started; MPICH needs srun --mpi=pmi2, Open MPI --mpi=pmix, or mpiexec of the same installation"
         )
-    return SpmdGroup(MPI.COMM_WORLD, max_sleep_s=max_sleep_s, grace_s=grace_s)
+    return MPI
 
 
 def _deadline(seconds: float | None, what: str) -> Deadline | None:

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
+from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import DurableJournal
@@ -106,6 +107,7 @@ class TermLoop:
         *,
         oldest_incarnation: dict[str, int],
         ending: asyncio.Event,
+        warned: asyncio.Event,
         remaining_s: Callable[[], float | None],
     ) -> None:
         self._run = run
@@ -113,6 +115,7 @@ class TermLoop:
         self._plan = plan
         self._events = events
         self._ending = ending
+        self._warned = warned
         self._remaining_s = remaining_s
         self._term = credentials.identity.term
         self._attempt = credentials.identity.attempt
@@ -130,6 +133,7 @@ class TermLoop:
             on_message=self._on_message,
             on_joined=self._on_joined,
             on_lost=self._on_lost,
+            on_notice=self._on_notice,
         )
         self._fleet = EngineFleet(
             self._members.endpoint, events, deadline_s=run.control.call_deadline_s, changed=self._members.touch
@@ -231,8 +235,7 @@ class TermLoop:
         self._dispatch.start_producer(batches_left=lambda: self._last_step - self._buffer.formed_step)
         while self._step < self._last_step:
             await self._train_one_step()
-            if self._step % run.checkpoint.interval_steps == 0 and self._step < self._last_step:
-                await self._save(wait=False)
+            await self._save_if_due(self._step % run.checkpoint.interval_steps == 0 or self._warned.is_set())
         self._dispatch.close()
         if self._evaluations <= 1 and run.eval.n_episodes and run.rollout.n_steps:
             await self._evaluate("after")
@@ -293,6 +296,7 @@ class TermLoop:
             chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, step, self._run.seed)]
             items = [item for group in chosen for item in train_items(group, [1.0])]
             await self._optimizer_step(step, "sft", items, sft_lr(sft, step), {})
+            await self._save_if_due(self._warned.is_set())
 
     # ------------------------------------------------------------------------------------------ RL
 
@@ -442,6 +446,11 @@ class TermLoop:
 
     # ------------------------------------------------------------------------------------------ saving, ending
 
+    async def _save_if_due(self, due: bool) -> None:
+        if due and self._step < self._last_step:
+            self._warned.clear()
+            await self._save(wait=False)
+
     async def _save(self, *, wait: bool) -> None:
         """Start a checkpoint of the current step; with `wait` return when its manifest is published."""
         deadline_s = self._run.control.call_deadline_s
@@ -470,10 +479,11 @@ class TermLoop:
     async def _check_allocation(self) -> None:
         """Drain, save and raise AllocationEnds when one more step and a save don't fit, or when told to."""
         remaining = self._remaining_s()
-        reserve = _END_MARGIN_S + _DRAIN_S + 1.5 * self._step_s + 2.0 * self._checkpoints.longest_s
-        if not self._ending.is_set() and (remaining is None or remaining > reserve):
+        step_s, save_s = 1.5 * self._step_s, 2.0 * self._checkpoints.longest_s  # both vary, and a late save is none
+        fits = remaining is None or should_continue(remaining, step_s, save_s, _END_MARGIN_S + _DRAIN_S)
+        if fits and not self._ending.is_set():
             return
-        self._events.note("drain", remaining_s=remaining, reserve_s=reserve)
+        self._events.note("drain", remaining_s=remaining, step_s=step_s, save_s=save_s)
         if not self._loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
             raise AllocationEnds(f"allocation {self._attempt} ends before its trainer was ready: step {self._step}")
         await self._dispatch.drain(_DRAIN_S)
@@ -551,10 +561,20 @@ class TermLoop:
             self._fleet.lose_host(peer.name)
             self._dispatch.lose_host(peer.name)
 
+    def _on_notice(self, peer: PeerIdentity, notice: str) -> None:
+        """Slurm tells steps of a preemption, and not the batch script: drain and save before the steps are killed."""
+        if not self._ending.is_set() and not self._closing:
+            self._events.note("notice", peer=peer.name, evidence=notice)
+            self._ending.set()
+
     def _on_lost(self, peer: PeerIdentity, evidence: str) -> None:
         if self._closing or self._broken.done():
             return
         if peer.role.startswith("trainer"):
+            # Where one srun starts all roles, the other ranks don't end with this one.
+            self._ask_supervisor(
+                RestartRole(role="trainer", incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
+            )
             self._events.verdict("rollback", to_step=self._checkpoints.newest_step, evidence=f"{peer.name}: {evidence}")
             self._broken.set_exception(TrainerLost(f"{peer.name}: {evidence}", peer.incarnation))
         elif peer.role == "rollout-agent":

@@ -55,8 +55,12 @@ class Members:
         on_message: Callable[[PeerIdentity, Message], Awaitable[HandlerResult]],
         on_joined: Callable[[PeerIdentity], None],
         on_lost: Callable[[PeerIdentity, str], None],
+        on_notice: Callable[[PeerIdentity, str], None] = lambda peer, notice: None,
     ) -> None:
-        """`oldest_incarnation` maps a role's name prefix to the oldest incarnation that is still admitted."""
+        """`oldest_incarnation` maps a role's name prefix to the oldest incarnation that is still admitted.
+
+        `on_notice` is called for every heartbeat of a member that was told from outside to end soon.
+        """
         self._run = run
         self._site = site
         self._paths = paths
@@ -66,6 +70,7 @@ class Members:
         self._on_message = on_message
         self._on_joined = on_joined
         self._on_lost = on_lost
+        self._on_notice = on_notice
         self._roster = Roster(lost_after_s=run.control.lost_after_s)
         self._endpoints: dict[str, Endpoint] = {}
         self._listening: Listening | None = None
@@ -226,6 +231,8 @@ class Members:
             raise PeerLost(f"{endpoint.peer.name}: this connection was given up; join again")
         self._roster.heard(endpoint.peer.name, time.monotonic())
         if isinstance(message, Heartbeat):
+            if message.notice:
+                self._on_notice(endpoint.peer, message.notice)
             return Ack()
         return await self._on_message(endpoint.peer, message)
 

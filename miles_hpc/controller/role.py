@@ -54,6 +54,7 @@ class ControllerRole:
         self._oldest_incarnation: dict[str, int] = {}
         self._unreadable: set[Path] = set()
         self._ending = asyncio.Event()
+        self._warned = asyncio.Event()
         self._terminated = False
 
     async def run(self) -> int:
@@ -107,6 +108,7 @@ class ControllerRole:
                     events,
                     oldest_incarnation=self._oldest_incarnation,
                     ending=self._ending,
+                    warned=self._warned,
                     remaining_s=self._remaining_s,
                 )
                 await loop.run()
@@ -114,7 +116,9 @@ class ControllerRole:
             events.close()
 
     def _on_warning(self) -> None:
-        """Slurm's signal before the limit, which it sends up to a minute early: with a known end the clock decides."""
+        """Slurm's signal before the limit, which it sends up to a minute early: the state is saved at the next step,
+        and when to stop is decided by the clock, where the end is known."""
+        self._warned.set()
         if self._end_time is None:
             self._ending.set()
 

@@ -8,6 +8,10 @@
                         ├──▶ step rollout   ends ─▶ its hosts that no newer step covers are restarted
                         └──▶ step sandbox   likewise
 
+In a layout with one step over all roles that step is the trainer's: its end starts all of them again, and a host of
+another role that is lost alone gets a step of its own. A node that Slurm gave up while the job goes on (--no-kill) is
+replaced by a spare; without one, rollout and sandbox go on with the rest, and the trainer needs the next allocation.
+
 It judges by evidence: an srun that ended says nothing about its tasks (killed, it leaves them running; after a node
 failure it returned 0), so what is left of a step is cancelled by the step's name before a newer one starts.
 """
@@ -23,9 +27,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import msgspec
-
-from checkpoints.publish import publish_bytes
+from miles_hpc.cluster.chain import record_outcome
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.control.membership import find_controller, overtaken
@@ -46,6 +48,8 @@ _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
 _QUICK_END_S = 15.0
 _LONGEST_PAUSE_S = 30.0
+#: A host that had to be started again so often is left out of the next allocation.
+_TROUBLED_RESTARTS = 3
 
 
 class Supervisor:
@@ -68,14 +72,17 @@ class Supervisor:
         self._watchers: set[asyncio.Task[None]] = set()
         self._controller: ChildProcess | None = None
         self._ending = False
+        self.reason = ""  # why it ended
         self.terminated = False  # ended from outside: whoever did that decides whether there is a next allocation
-        self._failed: asyncio.Future[str] | None = None
+        self._failed: asyncio.Future[tuple[int, str]] | None = None  # exit code and why
+        self._host_restarts: dict[str, list[str]] = defaultdict(list)  # reasons by host
+        self.lost_nodes: dict[str, str] = {}  # replaced or given up in this allocation, with Slurm's reason
 
     async def run(self) -> int:
         """Start everything, keep it going, end everything. The outcome is written to the attempt's outcome.json."""
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         self._events.note(
             "allocation_start",
@@ -85,8 +92,8 @@ class Supervisor:
         )
         outcome, reason = "failed", ""
         try:
-            for role in self._starter.roles:
-                self._start(role, self._starter.hosts(role))
+            for unit in self._starter.units:
+                self._start({role: self._starter.hosts(role) for role in unit})
             code, reason = await self._keep_controller()
             if self.terminated and not reason:
                 reason = "ended from outside, by SIGTERM"
@@ -100,8 +107,8 @@ class Supervisor:
         finally:
             await self._end_all()
             self._events.note("allocation_end", outcome=outcome, reason=reason)
-            record = {"attempt": self._attempt, "outcome": outcome, "reason": reason, "time": time.time()}
-            publish_bytes(self._paths.outcome(self._attempt), msgspec.json.encode(record))
+            self.reason = reason
+            record_outcome(self._paths, self._attempt, outcome, reason)
             self._events.close()
 
     # ------------------------------------------------------------------------------------------ controller
@@ -123,7 +130,7 @@ class Supervisor:
             await asyncio.gather(link, return_exceptions=True)
             if not ended.done():
                 await self._controller.end(_END_GRACE_S)
-                return exits.FAILED, self._failed.result()
+                return self._failed.result()
             code = ended.result()
             if self._ending or code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
                 return code, self._controller.log_tail().strip().rpartition("\n")[2] if code == exits.USER_ERROR else ""
@@ -193,36 +200,85 @@ class Supervisor:
             if message.host not in self._starter.hosts(message.role):
                 self._events.note("left", peer=message.host, role=message.role, evidence=message.reason)
                 return Ack()  # it joined from outside: whoever started it there may start it again
-            covering = [s for s in self._steps if message.host in s.hosts and s.role == message.role]
+            covering = [s for s in self._steps if message.host in s.hosts.get(message.role, ())]
             if max((s.incarnation for s in covering), default=0) <= message.incarnation:
-                self._restart(message.role, (message.host,), message.reason)
+                await self._restart_hosts(message.role, (message.host,), message.reason)
             return Ack()
         if isinstance(message, RestartRole):
             if self._incarnation[message.role] <= message.incarnation:
-                for step in [s for s in self._steps if s.role == message.role]:
+                for step in [s for s in self._steps if message.role in s.hosts]:
                     await self._starter.end(step)  # its watcher starts the role again
             return Ack()
         raise ProtocolError(f"the supervisor takes RestartHost and RestartRole, got {type(message).__name__}")
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _start(self, role: str, hosts: tuple[str, ...]) -> None:
-        self._incarnation[role] += 1
-        for step in self._starter.start(role, hosts, self._incarnation[role]):
+    def _start(self, hosts: dict[str, tuple[str, ...]]) -> None:
+        incarnation = 1 + max(self._incarnation[role] for role in hosts)
+        for role in hosts:
+            self._incarnation[role] = incarnation
+        for step in self._starter.start(hosts, incarnation):
             self._steps.append(step)
             watcher = asyncio.create_task(self._watch(step))
             self._watchers.add(watcher)
             watcher.add_done_callback(self._watchers.discard)
 
-    def _restart(self, role: str, hosts: tuple[str, ...], reason: str) -> None:
-        assert self._failed is not None
-        self._restarts[role] += 1
-        self._events.verdict("restart", peer=role, hosts=list(hosts), evidence=reason, count=self._restarts[role])
-        if self._restarts[role] > self._run.control.max_role_restarts:
-            if not self._failed.done():
-                self._failed.set_result(f"role {role} was started {self._restarts[role]} times: {reason}")
+    async def _restart_hosts(self, role: str, hosts: tuple[str, ...], reason: str) -> None:
+        """Start some hosts of a role again: where Slurm gave a node up, the spare in its place, or the rest."""
+        failed = await self._give_up_nodes()
+        hosts = tuple(spare for host in hosts if (spare := failed.get(host, host)) is not None)
+        if not self._starter.hosts(role):
+            self._fail(exits.NEXT_ALLOCATION, f"no node of role {role} is left: {reason}")
+        elif hosts:
+            for host in hosts:
+                self._host_restarts[host].append(reason)
+            self._restart({role: hosts}, reason)
+
+    async def _restart_unit(self, role: str, reason: str) -> None:
+        """Start a role and all that share its step again, on all hosts that are left or in others' places."""
+        (unit,) = [unit for unit in self._starter.units if role in unit]
+        before = {name: self._starter.hosts(name) for name in unit}
+        await self._give_up_nodes()
+        hosts = {name: self._starter.hosts(name) for name in unit}
+        if len(hosts["trainer"]) < len(before["trainer"]):
+            self._fail(exits.NEXT_ALLOCATION, f"a node of the trainer failed and no spare is left: {reason}")
             return
-        self._start(role, hosts)
+        hosts = {name: some for name, some in hosts.items() if some}
+        for step in [s for s in self._steps if set(s.hosts) <= set(unit)]:  # of hosts that had been started alone
+            await self._starter.end(step)
+        self._restart(hosts, reason)
+
+    async def _give_up_nodes(self) -> dict[str, str | None]:
+        """Take nodes that Slurm gave up out of their roles; returns the spare in place of each, None without one."""
+        replaced: dict[str, str | None] = {}
+        try:
+            failed = await self._starter.failed_nodes()
+        except MilesError as error:  # Slurm doesn't answer: the next restart asks again
+            self._events.note("nodes_unknown", error=str(error))
+            return replaced
+        for role in self._starter.roles:
+            for host in self._starter.hosts(role):
+                if host in failed:
+                    replaced[host] = self._starter.replace(role, host)
+                    self.lost_nodes[host] = failed[host]
+                    told = f"{failed[host]}; {replaced[host] or 'no spare'} in its place"
+                    self._events.verdict("node_failed", peer=host, role=role, evidence=told)
+        return replaced
+
+    def _restart(self, hosts: dict[str, tuple[str, ...]], reason: str) -> None:
+        role = next(iter(hosts))
+        self._restarts[role] += 1
+        told = {name: list(some) for name, some in hosts.items()}
+        self._events.verdict("restart", peer=role, hosts=told, evidence=reason, count=self._restarts[role])
+        if self._restarts[role] > self._run.control.max_role_restarts:
+            self._fail(exits.FAILED, f"role {role} was started {self._restarts[role]} times: {reason}")
+            return
+        self._start(hosts)
+
+    def _fail(self, code: int, reason: str) -> None:
+        assert self._failed is not None
+        if not self._failed.done():
+            self._failed.set_result((code, reason))
 
     async def _watch(self, step: Step) -> None:
         """Wait for a step's end, clean up after it, and start again what no newer step covers."""
@@ -236,23 +292,33 @@ class Supervisor:
         if self._ending:
             return
         await self._starter.end(step)
+        if step not in self._steps:
+            return
         self._steps.remove(step)
         if self._ending or (self._failed is not None and self._failed.done()):
             return
         reason = f"step {step.name} ended with {code}"
-        if step.role == "trainer":
-            self._restart(step.role, self._starter.hosts("trainer"), reason)
+        newer = [s for s in self._steps if s.incarnation > step.incarnation]
+        if "trainer" in step.hosts:
+            if not any("trainer" in s.hosts for s in newer):
+                await self._restart_unit("trainer", reason)
             return
-        newer = {h for s in self._steps if s.role == step.role and s.incarnation > step.incarnation for h in s.hosts}
-        left = tuple(h for h in step.hosts if h not in newer)
-        if left:
-            self._restart(step.role, left, reason)
+        for role, hosts in step.hosts.items():
+            covered = {host for s in newer for host in s.hosts.get(role, ())}
+            if left := tuple(host for host in hosts if host not in covered):
+                await self._restart_hosts(role, left, reason)
+
+    @property
+    def troubled_hosts(self) -> dict[str, str]:
+        """Hosts that had to be started again and again, with the last reason: the next allocation does without them."""
+        return {host: why[-1] for host, why in self._host_restarts.items() if len(why) >= _TROUBLED_RESTARTS}
 
     def _restart_pause_s(self, step: Step, began: float) -> float:
         """Longer each time that a role's step ends right after its start: the cause may need time to go away."""
         quick = time.monotonic() - began < _QUICK_END_S
-        self._quick_ends[step.role] = self._quick_ends[step.role] + 1 if quick else 0
-        return min(_LONGEST_PAUSE_S, _RESTART_PAUSE_S * 2.0 ** self._quick_ends[step.role])
+        role = step.roles[0]
+        self._quick_ends[role] = self._quick_ends[role] + 1 if quick else 0
+        return min(_LONGEST_PAUSE_S, _RESTART_PAUSE_S * 2.0 ** self._quick_ends[role])
 
     async def _end_all(self) -> None:
         self._ending = True
@@ -268,16 +334,11 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------ signals
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The allocation ends soon (USR1) or now (TERM): the controller drains, saves, and says how it went."""
+        """The allocation ends soon (USR1, USR2) or now (TERM): the controller drains, saves, and says how it went."""
         self._events.note("signal", signal=number.name)
         print(f"supervisor: {number.name}: told the controller", file=sys.stderr, flush=True)
-        if number != signal.SIGUSR1:
+        soon = number in (signal.SIGUSR1, signal.SIGUSR2)
+        if not soon:
             self.terminated = self._ending = True  # nothing is started any more: Slurm ends the steps as well
         if self._controller is not None:
-            self._controller.signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
-
-
-def outcome_of(record: bytes) -> dict[str, Any]:
-    """Parse an attempt's outcome.json."""
-    decoded: dict[str, Any] = msgspec.json.decode(record)
-    return decoded
+            self._controller.signal(signal.SIGUSR1 if soon else signal.SIGTERM)

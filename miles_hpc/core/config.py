@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from miles_hpc.core.section import PythonConfig, Section
 from miles_hpc.core.site import (
+    Layout,
     SiteConfig,
     SiteContainer,
     SiteFabric,
@@ -163,6 +164,7 @@ class GroupConfig(Section, frozen=True, kw_only=True):
     partition: str = ""  # default: the site's partition for this role
     constraint: str = ""
     mem: str = ""
+    spare_nodes: int = 0  # asked for in addition: each takes the place of a node that fails, in the same allocation
 
 
 class GroupsConfig(Section, frozen=True, kw_only=True):
@@ -179,8 +181,10 @@ class JobConfig(Section, frozen=True, kw_only=True):
     time: str = "01:00:00"  # Slurm time of one allocation
     account: str = ""
     qos: str = ""
+    layout: Layout | Literal[""] = ""  # "" = the site's
     signal_s: int = 120  # seconds before the limit at which Slurm signals the batch script
     max_allocations: int = 100  # a run that needs more is a mistake
+    max_idle_allocations: int = 2  # so many in a row without progress end the chain
     extra_directives: list[str] = []  # stated for every component, without '#SBATCH '
 
 

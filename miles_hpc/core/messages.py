@@ -57,12 +57,13 @@ class Ack(Message, frozen=True, kw_only=True):
 class Heartbeat(Message, frozen=True, kw_only=True):
     """An agent is alive and so are these children; sent every heartbeat interval.
 
-    The reply (Ack) is what renews the agent's lease.
+    The reply (Ack) is what renews the agent's lease. `notice` says that the agent was told from outside to end soon.
     """
 
     urgent: ClassVar[bool] = True
 
     children: tuple[str, ...] = ()
+    notice: str = ""
 
 
 class ChildEvent(Message, frozen=True, kw_only=True):

@@ -80,6 +80,20 @@ class RunPaths:
         """How an attempt ended; written last by its supervisor."""
         return self.attempt(attempt) / "outcome.json"
 
+    def attempt_start(self, attempt: int) -> Path:
+        """What an attempt found when it started."""
+        return self.attempt(attempt) / "start.json"
+
+    @property
+    def cancelled(self) -> Path:
+        """There while the run's owner wants nothing more to start."""
+        return self.root / "cancelled"
+
+    @property
+    def bad_nodes(self) -> Path:
+        """Nodes that later allocations leave out, with reasons; a user may edit it."""
+        return self.root / "bad_nodes.json"
+
     @property
     def events(self) -> Path:
         return self.root / "events"

@@ -31,7 +31,9 @@ __all__ = [
     "SiteTopology",
 ]
 
-Layout = Literal["hetjob", "hetjob_span", "split"]
+#: What one batch job looks like: nodes of all roles in one component or a component each, and one srun over all of
+#: them (_span) or one a role.
+Layout = Literal["hetjob", "hetjob_span", "split", "split_span"]
 YesNo = Literal["yes", "no", "unknown"]
 
 
@@ -188,7 +190,7 @@ class SiteConfig(Section, frozen=True, kw_only=True):
     node: SiteNode = SiteNode()
     gpu_request: Literal["gres", "gpus-per-node", "gpus-per-task", "none"] = "gres"
     sbatch: SiteSbatch = SiteSbatch()
-    layout: Layout = "hetjob"  # only hetjob can be rendered so far
+    layout: Layout = "hetjob"  # unless a run says otherwise
     layouts: list[Layout] = []  # those that may be used here; [] = unknown, nothing is refused
     layouts_why: str = ""
     requires_account: bool = False

@@ -166,7 +166,8 @@ def group_complaints(run: RunConfig, site: SiteConfig, group: GroupConfig, parti
     chained = next((place for place in (run.job.qos, partition.name) if place in site.lifecycle.chaining_forbidden), "")
     if chained and run.job.max_allocations > 1:
         yield f"site '{site.name}' forbids jobs that follow each other in '{chained}': set job.max_allocations = 1"
-    components = sum(getattr(run.groups, name).nodes > 0 for name in ("trainer", "rollout", "sandbox"))
+    split = (run.job.layout or site.layout) in ("split", "split_span")
+    components = 1 if split else sum(getattr(run.groups, name).nodes > 0 for name in ("trainer", "rollout", "sandbox"))
     for kind, limit in (("partition", partition), ("QOS", qos)):
         if limit is not None and limit.max_running and components > limit.max_running:
             yield (

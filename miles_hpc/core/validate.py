@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from miles_hpc.core import registry
-from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
+from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.layouts import asked_nodes, is_split, layout_complaints, layout_of, role_partition
 from miles_hpc.core.site_rules import group_complaints
 
-__all__ = ["NUMBERS", "partition_of", "validate"]
+__all__ = ["NUMBERS", "validate"]
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _TIME = re.compile(r"(\d+-\d+|\d+)(:\d\d?){0,2}|UNLIMITED|")  # sbatch --time; "" = the partition's default
@@ -70,6 +71,7 @@ NUMBERS: dict[str, _Range] = {
     "model.init_seed": _SEED,
     "job.signal_s": _Range(0, 65535),  # sbatch --signal
     "job.max_allocations": _COUNT,
+    "job.max_idle_allocations": _COUNT,
     "sft.steps": _COUNT_OR_NONE,
     "sft.n_demonstrations": _COUNT,
     "sft.batch_size": _COUNT,
@@ -137,14 +139,6 @@ def validate(run: RunConfig, site: SiteConfig) -> None:
     for role in ("trainer", "rollout", "sandbox"):
         for complaint in _group(run, role, getattr(run.groups, role), site):
             raise UserError(f"run '{run.name}': groups.{role}: {complaint}")
-
-
-def partition_of(site: SiteConfig, role: str, group: GroupConfig) -> SitePartition | None:
-    """The partition that a group goes to: its own choice, or the first that the site lists for the role."""
-    for partition in site.partitions:
-        if partition.name == group.partition if group.partition else role in partition.roles:
-            return partition
-    return None
 
 
 def _name(run: RunConfig, site: SiteConfig) -> Iterator[str]:
@@ -250,9 +244,7 @@ def _control(run: RunConfig, site: SiteConfig) -> Iterator[str]:
 
 
 def _job(run: RunConfig, site: SiteConfig) -> Iterator[str]:
-    if site.layout != "hetjob":
-        why = f" ({site.layouts_why})" if site.layouts_why else ""
-        yield f"site '{site.name}' asks for layout '{site.layout}'{why}: only 'hetjob' can be rendered: choose another"
+    yield from layout_complaints(run, site)
     if site.requires_account and not run.job.account:
         yield f"job.account: site '{site.name}' refuses jobs without an account: set it, or --set job.account=NAME"
     if not _TIME.fullmatch(run.job.time) or (run.job.time and not re.search(r"[1-9U]", run.job.time)):
@@ -269,6 +261,7 @@ def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> I
     lowest = 0 if role == "sandbox" else 1
     for key, value, allowed in (
         ("nodes", group.nodes, _Range(lowest, 10**5)),
+        ("spare_nodes", group.spare_nodes, _Range(0, 1024)),
         ("gpus_per_node", group.gpus_per_node, _Range(0, 1024)),
         ("cpus_per_task", group.cpus_per_task, _Range(1, 65535)),
         ("ranks_per_node", group.ranks_per_node, _Range(1, 1024)),
@@ -286,7 +279,7 @@ def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> I
         if group.gpus_per_node > site.node.gpus:
             yield _too_many("gpus_per_node", group.gpus_per_node, site.node.gpus, f"site '{site.name}'", "GPUs")
         return
-    partition = partition_of(site, role, group)
+    partition = role_partition(run, site, role)
     if partition is None:
         names = ", ".join(p.name for p in site.partitions) or "none"
         wanted = f"no partition '{group.partition}'" if group.partition else f"no partition for role '{role}'"
@@ -298,14 +291,14 @@ def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> I
     cpus = group.cpus_per_task * group.ranks_per_node
     if partition.cpus_per_node and cpus > partition.cpus_per_node:
         yield _too_many("cpus_per_task * ranks_per_node", cpus, partition.cpus_per_node, where, "CPUs per node")
-    if partition.nodes and group.nodes > partition.nodes:
-        yield _too_many("nodes", group.nodes, partition.nodes, where, "nodes")
+    if partition.nodes and asked_nodes(group) > partition.nodes:
+        yield _too_many("nodes", asked_nodes(group), partition.nodes, where, "nodes")
     yield from group_complaints(run, site, group, partition)
 
 
 def _memory(run: RunConfig, site: SiteConfig) -> Iterator[str]:
     """--mem carries over to later components and can't be taken back there (heterogeneous_jobs.html)."""
-    if site.sbatch.mem in ("forbidden", "zero"):  # nobody states it, or everybody
+    if site.sbatch.mem in ("forbidden", "zero") or is_split(layout_of(run, site)):  # nobody states it, or everybody
         return
     earlier = ""
     for role in ("trainer", "rollout", "sandbox"):

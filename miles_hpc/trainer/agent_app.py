@@ -25,9 +25,13 @@ __all__ = ["TrainerApp"]
 class TrainerApp(AgentApp):
     """Owns one rank."""
 
-    def __init__(self, paths: RunPaths, identity: AgentIdentity, *, stopped_s: float) -> None:
-        """A rank that is stopped for `stopped_s` seconds is killed: the others wait for it in a collective."""
+    def __init__(self, paths: RunPaths, identity: AgentIdentity, *, stopped_s: float, world: int = 0) -> None:
+        """A rank that is stopped for `stopped_s` seconds is killed: the others wait for it in a collective.
+
+        `world` is the number of tasks of a step over all roles; 0 when the step is the trainer's own.
+        """
         self._stopped_s = stopped_s
+        self._world = world
         self._paths = paths
         self._identity = identity
         self._rank: ChildProcess | None = None
@@ -37,6 +41,7 @@ class TrainerApp(AgentApp):
         me = self._identity
         command = [sys.executable, "-P", "-m", "launchers.trainer", "--run-dir", str(self._paths.root)]
         command += ["--attempt", str(me.attempt), "--incarnation", str(me.incarnation), "--host", me.host]
+        command += ["--world", str(self._world)]
         log = self._log()
         self._rank = ChildProcess(f"rank{me.rank}", command, log=log, env=os.environ, inherit_fds=True)
         self._watcher = asyncio.create_task(self._watch(self._rank))
@@ -69,5 +74,5 @@ class TrainerApp(AgentApp):
         if self._watcher is not None:
             self._watcher.cancel()
         if self._rank is not None and self._rank.exit_code is None:
-            self._rank.signal(signal.SIGTERM)
+            self._rank.signal(signal.SIGINT)  # it leaves SIGTERM to those who decide (launchers/trainer.py)
             await self._rank.end(grace_s=3.0)

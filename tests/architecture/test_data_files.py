@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import miles_hpc.recipes
-from miles_hpc.cluster.hetjob import plan_job
+from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.render import render_job
 from miles_hpc.cluster.site import data_folder, template_folders
 from miles_hpc.cluster.site_facts import uncovered_facts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class FakeSlurm:
     now: float = 0.0
     submitted: list[str] = field(default_factory=list)
     dependencies: list[str] = field(default_factory=list)
+    excluded: list[tuple[str, ...]] = field(default_factory=list)
+    down: dict[str, str] = field(default_factory=dict)  # nodes that Slurm gave up, with its reason
     jobs: dict[int, list[ComponentState]] = field(default_factory=dict)
     running_steps: dict[int, list[Step]] = field(default_factory=dict)
     accounting: dict[int, list[ComponentState]] = field(default_factory=dict)  # what sacct knows; {} = no accounting
@@ -49,11 +52,12 @@ class FakeSlurm:
         if self.refusal:
             raise UserError(f"Slurm refused the job: {self.refusal}")
 
-    def submit(self, script: str | Path, *, dependency: str = "") -> int:
+    def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
         self.test(script)
         text = script.read_text() if isinstance(script, Path) else script
         self.submitted.append(text)
         self.dependencies.append(dependency)
+        self.excluded.append(tuple(exclude))
         names = re.findall(r"^#SBATCH --job-name=(\S+)", text, re.MULTILINE)
         leader = self._next_id
         self._next_id += len(names)
@@ -98,6 +102,9 @@ class FakeSlurm:
     def requeue(self, leader: int) -> None:
         self._change(leader, state="PENDING", restarts=self.jobs[leader][0].restarts + 1, end_time=None, nodes="")
         self.running_steps.pop(leader, None)
+
+    def failed_nodes(self, names: Sequence[str]) -> dict[str, str]:
+        return {name: self.down[name] for name in names if name in self.down}
 
     def end_time(self, job_id: int) -> float | None:
         return min((c.end_time for c in self.components(job_id) if c.end_time is not None), default=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.cluster.hetjob import plan_job
+from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.render import render_job
 from miles_hpc.cluster.site import data_folder, source_root
 from miles_hpc.core.load import validate

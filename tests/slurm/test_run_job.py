@@ -18,19 +18,21 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(170)]
 
 #: What supervisors do here: begin an attempt, wait for `go`, write the outcome that `go` holds, end with its code.
 SUPERVISOR = """
-    import json, os, sys, time
+    import os, sys, time
     from pathlib import Path
-    root = Path(sys.argv[1])
-    number = 1 + len(list((root / "attempts").glob("[0-9]*")))
-    attempt = root / "attempts" / f"{number:04d}"
-    attempt.mkdir()
+    from miles_hpc.cluster.chain import AttemptStart, Progress, record_outcome, record_start
+    from miles_hpc.core.paths import RunPaths
+    paths = RunPaths(Path(sys.argv[1]))
+    number = 1 + len(list(paths.attempts.glob("[0-9]*")))
+    paths.attempt(number).mkdir()
+    job_id = int(os.environ["SLURM_JOB_ID"])
+    record_start(paths, AttemptStart(attempt=number, job_id=job_id, time=time.time(), progress=Progress()))
     print("attempt", number, flush=True)
     end = time.monotonic() + 150
-    while not (root / "go").exists() and time.monotonic() < end:
+    while not (paths.root / "go").exists() and time.monotonic() < end:
         time.sleep(0.05)
-    outcome, code = (root / "go").read_text().split()
-    record = {"attempt": number, "outcome": outcome, "reason": "because", "time": time.time()}
-    (attempt / "outcome.json").write_text(json.dumps(record))
+    outcome, code = (paths.root / "go").read_text().split()
+    record_outcome(paths, number, outcome, "because")
     sys.exit(int(code))
 """
 

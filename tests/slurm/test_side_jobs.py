@@ -246,7 +246,7 @@ def test_slurmctld_forgets(beside: Beside) -> None:
     status = unseen.status()
     if accounting.accounting:
         assert (status.state, status.witness) == (JobState.FAILED, "sacct")
-        assert "SIGKILL" in status.reason
+        assert "exit code 9, and there is no result of task 0" in status.reason
     else:
         assert (status.state, status.forgotten) == (JobState.UNKNOWN, True)
 

@@ -67,18 +67,19 @@ STEPS = """
     from pathlib import Path
     from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
-    from miles_hpc.cluster.placement import het_group_hosts, role_srun_args, step_environ
+    from miles_hpc.cluster.placement import place, role_srun_args, step_environ
 
     paths = RunPaths(Path(sys.argv[1]))
     run, site = load_prepared(paths.root)
-    hosts = het_group_hosts(os.environ)
+    placement = place(run, site, os.environ)
+    hosts = placement.hosts
     environ = step_environ(os.environ)
     tell = "echo $SLURMD_NODENAME $SLURM_PROCID $SLURM_LOCALID $SLURM_NTASKS $PYTHONSAFEPATH"
 
     def start(role, name, then, only=None):
         logs = paths.root / "logs"
         logs.mkdir(exist_ok=True)
-        args = role_srun_args(run, site, role, name=name, hosts=only, environ=os.environ, logs=logs)
+        args = role_srun_args(run, site, role, name=name, hosts=only, placement=placement, logs=logs)
         return subprocess.Popen([*args, "bash", "-c", f"{tell}; {then}"], env=environ)
 
     def written(name):

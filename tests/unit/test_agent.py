@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoints.publish import publish_bytes
+from launchers.agent import until_terminated
 from miles_hpc.control import agent as agent_module
 from miles_hpc.control.agent import Agent, AgentApp, AgentIdentity
 from miles_hpc.control.auth import load_secret, new_secret
@@ -34,6 +38,7 @@ class Controller:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self.heartbeats = 0
+        self.notices: list[str] = []
         self.answers = True
         self.heard = asyncio.Event()
 
@@ -52,6 +57,7 @@ class Controller:
     async def _handle(self, endpoint, message, payload):
         if isinstance(message, Heartbeat):
             self.heartbeats += 1
+            self.notices += [message.notice] if message.notice else []
             self.heard.set()
             if not self.answers:
                 await asyncio.sleep(WAIT_S)
@@ -185,5 +191,40 @@ def test_a_newer_term_is_followed_and_a_newer_attempt_fences(paths: RunPaths) ->
             assert app.closed == 1
             assert [name for name, _ in verdicts(paths)] == ["controller_lost", "fenced"]
             await second.listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_notice_reaches_the_controller_at_once_and_the_agent_goes_on(paths: RunPaths) -> None:
+    """Slurm's SIGTERM before a preemption: heartbeats carry it; told to nobody it is refused, and the agent may end."""
+
+    async def main() -> None:
+        slow = msgspec.structs.replace(CONTROL, heartbeat_interval_s=20.0, lost_after_s=25.0, lease_s=60.0)
+        alone = Agent(IDENTITY, App(), paths, slow, load_secret(paths.secret))
+        assert not alone.notice("SIGTERM")
+        controller = Controller(paths)
+        await controller.open()
+        agent = Agent(IDENTITY, App(), paths, slow, load_secret(paths.secret))
+        task = asyncio.create_task(until_terminated(agent.run(), agent.notice, 30.0))
+        await controller.beats(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await controller.beats(1)  # long before the next one is due
+        assert (controller.notices, task.done()) == (["SIGTERM"], False)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one means it
+        assert await asyncio.wait_for(task, WAIT_S) == 128 + signal.SIGTERM
+        await controller.listener.close()
+
+    asyncio.run(main())
+
+
+def test_without_anybody_to_tell_sigterm_ends_the_agent(paths: RunPaths) -> None:
+    async def main() -> None:
+        app = App()
+        agent = Agent(IDENTITY, app, paths, CONTROL, load_secret(paths.secret))
+        task = asyncio.create_task(until_terminated(agent.run(), agent.notice, 30.0))
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, WAIT_S) == 128 + signal.SIGTERM
+        assert app.closed == 1
 
     asyncio.run(main())

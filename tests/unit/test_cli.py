@@ -177,7 +177,7 @@ def test_sites_list_and_show(here: Path, capsys: pytest.CaptureFixture[str], mon
     listed = capsys.readouterr().out
     assert "My cluster" in listed
     assert re.search(r"^vista +slurm +1 x GH200 96 GB +hetjob\? +facts of 2026-08-22 +TACC Vista", listed, re.MULTILINE)
-    assert re.search(r"^slurm_box +slurm +no GPUs +hetjob +facts of", listed, re.MULTILINE)
+    assert re.search(r"^slurm_box +slurm +no GPUs +hetjob hetjob_span split split_span +facts of", listed, re.MULTILINE)
     assert main(["sites", "show", "mine"]) == 0
     assert 'title = "My cluster"' in capsys.readouterr().out
     assert main(["sites", "check", "mine"]) == 1

@@ -118,7 +118,7 @@ class Witnesses:
     def recorded(self, job_id: int) -> list[ComponentState]:
         return self._answer("sacct", self.by_sacct)
 
-    def cancel(self, job_id: int, *, signal: str = "") -> None:
+    def cancel(self, job_id: int) -> None:
         raise AssertionError
 
     def _answer(self, name: str, answer: list[ComponentState] | Exception) -> list[ComponentState]:
@@ -270,6 +270,7 @@ def test_a_forgotten_job_is_given_up_after_a_while() -> None:
         (JobStatus(S.UNKNOWN), "continue", S.UNKNOWN, ""),  # it may be in the queue again
         (JobStatus(S.UNKNOWN), "failed", S.FAILED, "result"),
         (JobStatus(S.COMPLETED, witness="scontrol"), "failed", S.FAILED, "result"),
+        (JobStatus(S.COMPLETED, witness="scontrol"), "stopped", S.FAILED, "result"),
         (JobStatus(S.NODE_FAIL, "a node", "scontrol"), "failed", S.NODE_FAIL, "scontrol"),
         (JobStatus(S.CANCELLED, witness="scontrol"), None, S.CANCELLED, "scontrol"),
         (JobStatus(S.UNKNOWN), "something", S.UNKNOWN, ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -291,8 +292,8 @@ class Starter(StepStarter):
     def hosts(self, role: str) -> tuple[str, ...]:
         return {"rollout": ("n1", "n2")}.get(role, ())
 
-    def start(self, role: str, hosts: object, incarnation: int) -> list[Step]:
-        self.started.append((role, tuple(hosts)))  # type: ignore[arg-type]
+    def start(self, hosts: Mapping[str, Sequence[str]], incarnation: int) -> list[Step]:
+        self.started += [(role, tuple(some)) for role, some in hosts.items()]
         return []
 
     async def end(self, step: Step) -> None: ...

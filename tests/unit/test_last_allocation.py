@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -32,6 +33,9 @@ class Unfinished:
     """A supervisor whose allocation ends before the run does."""
 
     terminated = False
+    reason = ""
+    troubled_hosts: ClassVar[dict[str, str]] = {}
+    lost_nodes: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass

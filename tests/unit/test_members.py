@@ -225,3 +225,18 @@ def test_a_closed_endpoint_is_a_loss_at_once(tmp_path: Path) -> None:
             assert s.verdicts("lost") == [("lost", "a", "endpoint closed: closed by the peer: leaves")]
 
     asyncio.run(main())
+
+
+def test_a_notice_is_handed_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        noticed: list[tuple[str, str]] = []
+        opened = Stage(tmp_path, 5.0, {})
+        opened.members._on_notice = lambda peer, notice: noticed.append((peer.name, notice))
+        await opened.members.open()
+        a = await opened.join("a")
+        await a.call(Heartbeat(), deadline_s=WAIT_S)
+        await a.call(Heartbeat(notice="SIGTERM"), deadline_s=WAIT_S)
+        assert noticed == [("a", "SIGTERM")]
+        await opened.members.close("test ended", shut_down=False)
+
+    asyncio.run(main())

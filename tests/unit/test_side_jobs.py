@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import pickletools
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from miles_hpc.cli.side import show_result
+from miles_hpc.cluster.chain import BadNode, record_bad_nodes
 from miles_hpc.cluster.jobs import JobFailed, JobState
 from miles_hpc.cluster.side_folder import SideFolder, TaskResult
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs, submit_side_job
@@ -61,6 +64,16 @@ def test_what_is_submitted(paths: RunPaths) -> None:
         pickled = (one.folder.root / f"{one.id}_submitted.pkl").read_bytes()
         names.append([arg for _, arg, _ in pickletools.genops(pickled) if arg in ("run_call", "CallAgain")])
     assert names == [["run_call"], ["CallAgain"]]
+
+
+def test_bad_nodes_are_left_out_where_that_is_allowed(paths: RunPaths) -> None:
+    slurm = FakeSlurm()
+    record_bad_nodes(paths, [BadNode(node="n7", reason="its GPU", attempt=1, time=1.0)])
+    start(paths, slurm)
+    site = make_site()
+    site = msgspec.structs.replace(site, sbatch=msgspec.structs.replace(site.sbatch, exclude_allowed=False))
+    submit_side_job(make_run(), site, paths, REQUEST, slurm=slurm)
+    assert slurm.excluded == [("n7",), ()]
 
 
 def test_states_follow_slurm_and_results(paths: RunPaths) -> None:
@@ -176,7 +189,7 @@ def test_a_refused_job_leaves_nothing(paths: RunPaths) -> None:
 
 def test_no_answer_of_sbatch_is_not_a_refusal(paths: RunPaths) -> None:
     class Silent(FakeSlurm):
-        def submit(self, script: str | Path, *, dependency: str = "") -> int:
+        def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
             raise DeadlineExpired("sbatch: no answer after 30 s")
 
     with pytest.raises(DeadlineExpired):

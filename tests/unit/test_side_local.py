@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,14 +29,17 @@ from tests.unit.runs import make_run, make_site
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> RunPaths:
-    """A prepared run whose python_path has side_probe."""
+def paths(tmp_path: Path) -> Iterator[RunPaths]:
+    """A prepared run whose python_path has side_probe; what a failed test leaves running is ended."""
     own = tmp_path / "own"
     own.mkdir()
     shutil.copy(side_probe.__file__, own / "side_probe.py")
     paths = RunPaths(tmp_path / "run")
     prepare(make_run("site=laptop", f'python_path=["{own}"]'), make_site("laptop"), paths, source="")
-    return paths
+    yield paths
+    for folder in paths.side_jobs.glob("[0-9]*"):
+        folder.chmod(0o700)
+        SideJob(SideFolder(folder), None).cancel()
 
 
 def side(paths: RunPaths, *argv: str) -> int:
@@ -129,8 +133,13 @@ def test_how_local_jobs_end(paths: RunPaths, capsys: pytest.CaptureFixture[str])
 
 def begun(paths: RunPaths, mark: Path) -> SideJob:
     assert side(paths, "side_probe:wait_for", "--arg", f"mark={mark}") == 0
-    until(Path(f"{mark}.begun").exists)
+    until(lambda: has_begun(mark))
     return newest(paths)
+
+
+def has_begun(mark: Path) -> bool:
+    path = Path(f"{mark}.begun")
+    return path.exists() and path.read_text().endswith("\n")
 
 
 def test_cancelled_and_nothing_is_left(paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +167,7 @@ def test_it_outlives_the_command_and_its_keeper_tells(paths: RunPaths, tmp_path:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([*command, "--arg", f"mark={mark}"], env=environment, check=True, timeout=60)
     job = newest(paths)
-    until(Path(f"{mark}.begun").exists)
+    until(lambda: has_begun(mark))
     assert job.state() is JobState.RUNNING
     Path(f"{mark}.go").touch()
     assert job.result(30.0) == "went"

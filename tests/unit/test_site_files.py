@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from miles_hpc.cluster.hetjob import HetJobPlan, plan_job
-from miles_hpc.cluster.placement import role_srun_args
+from miles_hpc.cluster.job_plan import JobPlan, plan_job
+from miles_hpc.cluster.placement import place, role_srun_args
 from miles_hpc.cluster.site import data_folder
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import site_names, validate
@@ -67,7 +67,7 @@ EXPECTED = {
 SLURM_SITES = sorted(name for name in site_names([data_folder("site_configs")]) if make_site(name).scheduler == "slurm")
 
 
-def plan(name: str, *overrides: str) -> HetJobPlan:
+def plan(name: str, *overrides: str) -> JobPlan:
     site = make_site(name)
     run = make_gpu_run(site, *overrides)
     validate(run, site)
@@ -106,7 +106,7 @@ def test_steps_ask_as_the_job_does(name: str) -> None:
     environ = {"SLURM_HET_SIZE": "3"}
     environ |= {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": f"{role}[1-40]" for i, role in enumerate("trs")}
     for role, wanted in (("trainer", EXPECTED[name].trainer), ("rollout", EXPECTED[name].rollout)):
-        arguments = role_srun_args(run, site, role, name="step", environ=environ)
+        arguments = role_srun_args(run, site, role, name="step", placement=place(run, site, environ))
         assert gpu_options(tuple(arguments)) == wanted
         assert not {"--gres", "--gpus-per-task", "--mem"} & forbidden_options(site) & set(map(option_name, arguments))
 

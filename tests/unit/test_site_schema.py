@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from miles_hpc.cluster.hetjob import plan_job
+from miles_hpc.cluster.job_plan import plan_job
 from miles_hpc.cluster.preflight import check_site
 from miles_hpc.cluster.site import role_environment
 from miles_hpc.cluster.site_facts import layouts_text, uncovered_facts, unknown_facts
@@ -16,7 +16,7 @@ from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_site, resolved_toml, validate
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.site_rules import option_name, site_complaints
-from tests.unit.runs import make_gpu_run, make_site
+from tests.unit.runs import make_gpu_run, make_run, make_site
 
 BASE = """
 name = "base"
@@ -211,8 +211,10 @@ def test_a_required_option_of_the_user() -> None:
 
 def test_a_site_where_only_split_is_allowed() -> None:
     site = site_with(layout="split", layouts=["split"], layouts_why="het jobs are switched off")
-    with pytest.raises(UserError, match=r"layout 'split' \(het jobs are switched off\): only 'hetjob' can be rendered"):
-        directives(site)
+    wanted = r"job.layout: site '.*' takes split \(het jobs are switched off\), not 'hetjob'"
+    with pytest.raises(UserError, match=wanted):
+        validate(make_run("job.layout=hetjob"), site)
+    assert len(plan_job(make_run(), site, RunPaths(Path("/r"))).components) == 1
 
 
 def test_environment_by_size() -> None:

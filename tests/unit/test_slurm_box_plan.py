@@ -122,8 +122,10 @@ def test_slurm_conf_declares_nodes_and_partitions() -> None:
     assert "Gres" not in nodes[2]
     partitions = [line for line in text.splitlines() if line.startswith("PartitionName=")]
     assert partitions == [
-        "PartitionName=trainer Nodes=trainer[1-2] MaxTime=INFINITE State=UP Default=YES",
-        "PartitionName=sandbox Nodes=sandbox1 MaxTime=INFINITE State=UP",
+        "PartitionName=trainer Nodes=trainer[1-2] MaxTime=INFINITE State=UP Default=YES GraceTime=20",
+        "PartitionName=sandbox Nodes=sandbox1 MaxTime=INFINITE State=UP GraceTime=20",
+        "PartitionName=all Nodes=ALL MaxTime=INFINITE State=UP GraceTime=20",
+        "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10",
     ]
 
 

@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from miles_hpc.cluster.chain import BadNode, is_cancelled, record_bad_nodes, set_cancelled
 from miles_hpc.cluster.submit import (
+    adopt_follow_up,
     check_idle,
     check_owner,
     config_digest,
+    drop_follow_up,
     prepare,
+    read_first_attempt,
+    read_follow_up,
     read_job,
+    submit_follow_up,
     submit_prepared,
 )
 from miles_hpc.core.config import RunConfig
@@ -140,11 +146,43 @@ def test_the_job_is_noted_with_those_before_it(tmp_path: Path) -> None:
         check_idle(paths, slurm)
     slurm.finish(first, "TIMEOUT")
     check_idle(paths, slurm)
-    second = submit_prepared(paths, slurm, dependency=f"afterany:{first}")
-    assert (read_job(paths), slurm.dependencies) == (second, ["", f"afterany:{first}"])
+    second = submit_prepared(paths, slurm)
+    assert (read_job(paths), slurm.dependencies) == (second, ["", ""])
     assert json.loads(paths.job.read_text())["previous"] == [first]
     slurm.forget(second)
     check_idle(paths, slurm)
+
+
+def test_a_follow_up_waits_takes_over_or_is_dropped(tmp_path: Path) -> None:
+    slurm, paths = FakeSlurm(), prepared(tmp_path)
+    first = submit_prepared(paths, slurm)
+    assert read_first_attempt(paths) == 1
+    follower = submit_follow_up(paths, slurm, first, exclude=["n3", "n4"])
+    assert (slurm.dependencies[-1], slurm.excluded[-1]) == (f"afterany:{first}", ("n3", "n4"))
+    assert (read_job(paths), read_follow_up(paths)) == (first, follower)
+    slurm.finish(first, "NODE_FAIL")
+    with pytest.raises(UserError, match=rf"job {follower} of this run is PENDING"):  # a resume by hand has to wait
+        check_idle(paths, slurm)
+    adopt_follow_up(paths, first)  # the first job was requeued: it is no follow-up
+    assert read_job(paths) == first
+    adopt_follow_up(paths, follower)
+    assert (read_job(paths), read_follow_up(paths)) == (follower, None)
+    assert json.loads(paths.job.read_text())["previous"] == [first]
+    assert drop_follow_up(paths, slurm) is None
+    third = submit_follow_up(paths, slurm, follower)
+    assert drop_follow_up(paths, slurm) == third
+    assert (slurm.state(third)[0], read_follow_up(paths)) == ("CANCELLED", None)
+
+
+def test_a_submission_by_hand_begins_a_new_chain(tmp_path: Path) -> None:
+    slurm, paths = FakeSlurm(), prepared(tmp_path)
+    submit_prepared(paths, slurm)
+    for attempt in (1, 2):
+        paths.attempt(attempt).mkdir()
+    set_cancelled(paths, True)
+    record_bad_nodes(paths, [BadNode(node="n7", reason="ECC", attempt=2, time=1.0)])
+    submit_prepared(paths, slurm)
+    assert (read_first_attempt(paths), is_cancelled(paths), slurm.excluded[-1]) == (3, False, ("n7",))
 
 
 def test_a_refused_job_is_not_noted(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.layouts import partition_of
 from miles_hpc.core.load import validate
-from miles_hpc.core.validate import NUMBERS, partition_of
+from miles_hpc.core.validate import NUMBERS
 from tests.unit.runs import make_run, make_site
 
 
@@ -131,8 +132,10 @@ def test_accounts_and_layouts() -> None:
     with pytest.raises(UserError, match=r"job.account: site 'gpus' refuses jobs without an account"):
         validate(make_run(), gpu_site(requires_account=True))
     validate(make_run("job.account=proj_g"), gpu_site(requires_account=True))
-    with pytest.raises(UserError, match=r"layout 'split'"):
+    with pytest.raises(UserError, match=r"layout 'split': site 'gpus' lists no partition for all of trainer, rollout"):
         validate(make_run(), gpu_site(layout="split"))
+    with pytest.raises(UserError, match=r"job.layout: site 'gpus' takes hetjob \(why\), not 'split'"):
+        validate(make_run("job.layout=split"), gpu_site(layouts=["hetjob"], layouts_why="why"))
 
 
 def test_trajectories_fit_into_the_model(tmp_path: Path) -> None:

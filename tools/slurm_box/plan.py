@@ -23,6 +23,8 @@ UNIX_SOCKET_LIMIT = 107
 #: "_<job id>.<step id>" behind a node's name; the batch step has id 4294967291.
 STEP_SUFFIX = "_9999999.4294967291"
 PORT_BLOCK = 64
+ALL_PARTITION, URGENT_PARTITION = "all", "urgent"
+PREEMPT_GRACE_S = 20
 MAX_NODES = 240  # addresses .2 and up in one /24
 _NAME = re.compile(r"[a-z][a-z-]{0,14}[a-z]|[a-z]", re.ASCII)
 _NODES_SYNTAX = "GROUP:COUNT[,GROUP:COUNT...], for example trainer:2,rollout:2,sandbox:2"
@@ -260,6 +262,9 @@ class Plan:
             "SchedulerType=sched/backfill",
             "SchedulerParameters=bf_interval=1,sched_interval=5,sched_min_interval=0,batch_sched_delay=0",
             "PriorityType=priority/basic",
+            f"# Jobs in {URGENT_PARTITION} take nodes from others, which get SIGTERM and are requeued GraceTime later.",
+            "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE",
             "JobRequeue=1",
             "",
             "# Losses are noticed in seconds; a node that registers again is used again.",
@@ -289,9 +294,13 @@ class Plan:
                 f"NodeAddr={node.address} Port={node.port} CPUs={spec.cpus} RealMemory={spec.memory_mib}"
                 f"{gres} Feature={node.group} State=UNKNOWN"
             )
+        grace = f" GraceTime={PREEMPT_GRACE_S}"
         for i, group in enumerate(spec.groups):
             default = " Default=YES" if i == 0 else ""
-            lines.append(f"PartitionName={group.name} Nodes={_range(group)} MaxTime=INFINITE State=UP{default}")
+            lines.append(f"PartitionName={group.name} Nodes={_range(group)} MaxTime=INFINITE State=UP{default}{grace}")
+        # For jobs without components, and for somebody who takes the nodes from any other partition.
+        lines.append(f"PartitionName={ALL_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP{grace}")
+        lines.append(f"PartitionName={URGENT_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10")
         return "\n".join(lines) + "\n"
 
     def _accounting_lines(self) -> list[str]:

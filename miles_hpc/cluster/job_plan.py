@@ -1,12 +1,14 @@
 """What to ask Slurm for: a pure function from run, site and run directory to a frozen plan.
 
-    component 0  trainer   the batch script (supervisor, controller) runs on its first node
-    component 1  rollout
-    component 2  sandbox   left out when groups.sandbox.nodes = 0
+    hetjob, hetjob_span                                  split, split_span
+    component 0  trainer   batch script on node 0        one component: trainer's nodes, rollout's, sandbox's, spares
+    component 1  rollout                                 what a node is asked for is the most that any role needs
+    component 2  sandbox   when it has nodes
 
-Partition, nodes, constraint, gres, exclusive and others don't carry over from one component to the next, and what
-does carry over differs between Slurm versions: so every component states everything. Each has its own job name,
-because --dependency=singleton makes components of one name wait for each other.
+The batch script runs supervisor and controller on the first node. Partition, nodes, constraint, gres, exclusive and
+others don't carry over from one component to the next, and what does carry over differs between Slurm versions: so
+every component states everything. Each has its own job name, because --dependency=singleton makes components of one
+name wait for each other.
 """
 
 from __future__ import annotations
@@ -18,21 +20,19 @@ from pathlib import Path
 from miles_hpc.cluster.site import job_environment, role_python
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.layouts import asked_nodes, is_split, layout_of, role_partition, roles_in_use
 from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.site import Layout
 from miles_hpc.core.site_rules import directive_complaints
-from miles_hpc.core.validate import partition_of
 
-__all__ = ["ROLES", "HetComponent", "HetJobPlan", "gpu_option", "job_roles", "memory_option", "plan_job"]
-
-#: Roles with nodes of their own, in the order of the job's components.
-ROLES = ("trainer", "rollout", "sandbox")
+__all__ = ["JobComponent", "JobPlan", "gpu_option", "memory_option", "plan_job", "tasks_per_node"]
 
 
 @dataclass(frozen=True)
-class HetComponent:
-    """One component of the het job. "" and None mean: not asked for."""
+class JobComponent:
+    """One component of the job. "" and None mean: not asked for."""
 
-    role: str
+    roles: tuple[str, ...]
     name: str
     partition: str  # "" where the site finds it from QOS and constraint
     nodes: int
@@ -69,20 +69,21 @@ class HetComponent:
 
 
 @dataclass(frozen=True)
-class HetJobPlan:
+class JobPlan:
     """One batch job."""
 
     run_name: str
     run_dir: Path
-    components: tuple[HetComponent, ...]
+    layout: Layout
+    components: tuple[JobComponent, ...]
     python: str  # of the supervisor and the controller
     exports: dict[str, str]  # for the batch script and everything below it
     modules: tuple[str, ...]
 
 
-def job_roles(run: RunConfig) -> tuple[str, ...]:
-    """Roles that have a component, in order; the index is the het group."""
-    return tuple(role for role in ROLES if getattr(run.groups, role).nodes > 0)
+def tasks_per_node(run: RunConfig, role: str) -> int:
+    """Tasks of a role's own step on each of its nodes: an agent a rank, or one agent."""
+    return run.groups.trainer.ranks_per_node if role == "trainer" else 1
 
 
 def gpu_option(site: SiteConfig, partition: SitePartition, gpus_per_node: int, tasks_per_node: int = 1) -> str:
@@ -102,7 +103,7 @@ def memory_option(site: SiteConfig, mem: str) -> str:
     return mem or ("0" if site.sbatch.mem == "zero" else "")
 
 
-def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
+def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> JobPlan:
     """The plan of one batch job. `run` and `site` have passed `validate`.
 
     Raises UserError for paths sbatch can't take, and for an option that the site forbids or misses.
@@ -114,52 +115,62 @@ def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> HetJobPlan:
         f"--chdir={_quoted(str(paths.root))}",
         "--open-mode=append",
         "--requeue" if site.requeue else "--no-requeue",
-        f"--signal=B:USR1@{run.job.signal_s}",
+        f"--signal=B:USR2@{run.job.signal_s}",
     ]
     common += [f"--account={run.job.account}"] if run.job.account else []
     common += [f"--qos={run.job.qos}"] if run.job.qos else []
     common += [f"--network={site.fabric.slurm_network}"] if site.fabric.slurm_network else []
     common += [*site.directives, *run.job.extra_directives]
-    components: list[HetComponent] = []
-    for role in job_roles(run):
-        group: GroupConfig = getattr(run.groups, role)
-        partition = partition_of(site, role, group)
-        if partition is None:
-            raise UserError(f"groups.{role}: site '{site.name}' has no partition for role '{role}'")
-        ranks = group.ranks_per_node if role == "trainer" else 1
-        components.append(
-            HetComponent(
-                role=role,
-                name=f"{run.name}-{role}",
-                partition=partition.name if site.sbatch.partition_stated else "",
-                nodes=group.nodes,
-                ntasks=group.nodes * ranks,
-                ntasks_per_node=ranks,
-                cpus_per_task=group.cpus_per_task,
-                gpus=gpu_option(site, partition, group.gpus_per_node, ranks),
-                gpu_bind=site.sbatch.gpu_bind if group.gpus_per_node else "",
-                constraint=group.constraint or partition.constraint,
-                mem=memory_option(site, group.mem),
-                time=run.job.time,
-                extra=(*_segment(site, group), *common),
-            )
-        )
-        for complaint in directive_complaints(site, list(components[-1].directives), run.job.extra_directives):
+    layout = layout_of(run, site)
+    used = roles_in_use(run)
+    if any(getattr(run.groups, role).spare_nodes for role in used):
+        common.append("--no-kill")
+    components = tuple(_component(run, site, roles, common) for roles in ([used] if is_split(layout) else zip(used)))
+    for component in components:
+        for complaint in directive_complaints(site, list(component.directives), run.job.extra_directives):
             raise UserError(f"run '{run.name}': {complaint}")
-    return HetJobPlan(
+    return JobPlan(
         run_name=run.name,
         run_dir=paths.root,
-        components=tuple(components),
+        layout=layout,
+        components=components,
         python=role_python(run, site, "controller"),
-        exports=job_environment(run, site, nodes=max(component.nodes for component in components)),
+        exports=job_environment(run, site, nodes=max(getattr(run.groups, role).nodes for role in used)),
         modules=tuple(site.modules),
     )
 
 
-def _segment(site: SiteConfig, group: GroupConfig) -> tuple[str, ...]:
+def _component(run: RunConfig, site: SiteConfig, roles: tuple[str, ...], common: list[str]) -> JobComponent:
+    """The component of these roles. A node of several roles is asked for what the greediest of them needs."""
+    partition = role_partition(run, site, roles[0])
+    if partition is None:
+        raise UserError(f"groups.{roles[0]}: site '{site.name}' has no partition for {' and '.join(roles)}")
+    groups: list[GroupConfig] = [getattr(run.groups, role) for role in roles]
+    tasks = max(tasks_per_node(run, role) for role in roles)
+    cpus = max(group.cpus_per_task * tasks_per_node(run, role) for role, group in zip(roles, groups, strict=True))
+    gpus = max(group.gpus_per_node for group in groups)
+    nodes = sum(map(asked_nodes, groups))
+    return JobComponent(
+        roles=roles,
+        name=f"{run.name}-{roles[0]}" if len(roles) == 1 else run.name,
+        partition=partition.name if site.sbatch.partition_stated else "",
+        nodes=nodes,
+        ntasks=nodes * tasks,
+        ntasks_per_node=tasks,
+        cpus_per_task=-(-cpus // tasks),
+        gpus=gpu_option(site, partition, gpus, tasks),
+        gpu_bind=site.sbatch.gpu_bind if gpus else "",
+        constraint=next((group.constraint for group in groups if group.constraint), partition.constraint),
+        mem=memory_option(site, next((group.mem for group in groups if group.mem), "")),
+        time=run.job.time,
+        extra=(*_segment(site, nodes), *common),
+    )
+
+
+def _segment(site: SiteConfig, nodes: int) -> tuple[str, ...]:
     """--segment has no effect when all nodes fit into one segment (topology.html), so it isn't stated then."""
     size = site.topology.segment_nodes
-    return (f"--segment={size}",) if site.topology.segment_directive and 0 < size < group.nodes else ()
+    return (f"--segment={size}",) if site.topology.segment_directive and 0 < size < nodes else ()
 
 
 def _quoted(text: str, *, percent: bool = False) -> str:

@@ -7,16 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from miles_hpc.cluster.hetjob import HetJobPlan, gpu_option, job_roles, plan_job
+from miles_hpc.cluster.job_plan import JobPlan, gpu_option, plan_job
 from miles_hpc.cluster.render import render_job
 from miles_hpc.cluster.site import data_folder, template_folders
 from miles_hpc.core.config import SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.layouts import roles_in_use
+from miles_hpc.core.load import validate
 from miles_hpc.core.paths import RunPaths
 from tests.unit.runs import make_run, make_site
 
 
-def plan(*overrides: str, site: SiteConfig | None = None, root: str = "/runs/tiny") -> HetJobPlan:
+def plan(*overrides: str, site: SiteConfig | None = None, root: str = "/runs/tiny") -> JobPlan:
     return plan_job(make_run(*overrides), site or make_site(), RunPaths(Path(root)))
 
 
@@ -36,7 +38,7 @@ def test_every_component_states_every_kind_of_directive() -> None:
     assert kinds[0] == kinds[1] == kinds[2]
     assert kinds[0] >= {"--partition", "--nodes", "--time", "--job-name", "--ntasks-per-node", "--account", "--qos"}
     for component in made.components:
-        assert "--signal=B:USR1@120" in component.directives
+        assert "--signal=B:USR2@120" in component.directives
         assert "--open-mode=append" in component.directives
         assert "--output=/runs/tiny/attempts/slurm-%A.out" in component.directives
         assert len({d.partition("=")[0] for d in component.directives}) == len(component.directives)
@@ -44,8 +46,50 @@ def test_every_component_states_every_kind_of_directive() -> None:
 
 
 def test_the_sandbox_may_be_left_out() -> None:
-    assert [c.role for c in plan("groups.sandbox.nodes=0").components] == ["trainer", "rollout"]
-    assert job_roles(make_run("groups.sandbox.nodes=0")) == ("trainer", "rollout")
+    assert [c.roles for c in plan("groups.sandbox.nodes=0").components] == [("trainer",), ("rollout",)]
+    assert roles_in_use(make_run("groups.sandbox.nodes=0")) == ("trainer", "rollout")
+
+
+def test_a_split_job_has_one_component_with_what_the_greediest_role_needs() -> None:
+    made = plan(
+        "job.layout=split",
+        "groups.trainer.ranks_per_node=4",
+        "groups.trainer.cpus_per_task=2",
+        "groups.rollout.cpus_per_task=9",
+        "groups.rollout.spare_nodes=1",
+    )
+    (only,) = made.components
+    assert (only.roles, only.name, only.partition) == (("trainer", "rollout", "sandbox"), "tiny", "all")
+    assert (only.nodes, only.ntasks, only.ntasks_per_node, only.cpus_per_task) == (6, 24, 4, 3)
+    assert "--no-kill" in only.directives
+    text = render_job(made, template_folders())
+    assert "hetjob" not in text
+
+
+def test_spare_nodes_are_asked_for_in_every_component_of_two_or_more() -> None:
+    made = plan("groups.trainer.spare_nodes=1", "groups.sandbox.nodes=2")
+    assert [c.nodes for c in made.components] == [3, 2, 2]
+    assert all("--no-kill" in c.directives for c in made.components)
+    assert not any("--no-kill" in c.directives for c in plan().components)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["groups.trainer.spare_nodes=1"], "every component has two or more nodes, and sandbox has 1"),
+        (["job.layout=split", "groups.trainer.partition=trainer", "groups.rollout.partition=rollout"], "state it once"),
+        (["job.layout=split", "groups.trainer.mem=8G", "groups.rollout.mem=9G"], "groups.*.mem: trainer '8G'"),
+        (["job.layout=split", "groups.trainer.partition=sandbox"], ""),
+        (["job.layout=sideways"], "job.layout"),
+    ],
+)
+def test_what_a_layout_asks_of_a_run(overrides: list[str], message: str) -> None:
+    if not message:
+        validate(make_run(*overrides), make_site())
+        return
+    with pytest.raises(UserError) as caught:
+        validate(make_run(*overrides), make_site())
+    assert message in str(caught.value)
 
 
 def test_requeue_follows_the_site() -> None:
@@ -109,10 +153,10 @@ def test_values_are_quoted_for_bash() -> None:
 def test_a_users_template_is_found_first_and_mistakes_are_named(tmp_path: Path) -> None:
     folders = [tmp_path, data_folder("sbatch")]
     assert render_job(plan(), folders).startswith("#!/bin/bash\n#SBATCH --job-name=tiny-trainer\n")
-    (tmp_path / "hetjob.sh.j2").write_text("#!/bin/bash\n# {{ plan.run_name }}\n")
+    (tmp_path / "job.sh.j2").write_text("#!/bin/bash\n# {{ plan.run_name }}\n")
     assert render_job(plan(), folders) == "#!/bin/bash\n# tiny\n"
-    (tmp_path / "hetjob.sh.j2").write_text("{{ plan.run_nam }}")
-    with pytest.raises(UserError, match=r"job template hetjob.sh.j2: .*run_nam"):
+    (tmp_path / "job.sh.j2").write_text("{{ plan.run_nam }}")
+    with pytest.raises(UserError, match=r"job template job.sh.j2: .*run_nam"):
         render_job(plan(), folders)
     with pytest.raises(UserError, match=r"job template other.j2: not found in "):
         render_job(plan(), folders, "other.j2")
