@@ -178,6 +178,16 @@ def test_a_lost_node(beside: Beside) -> None:
     assert job_with.result(60.0) == "went"
 
 
+def test_preempted(beside: Beside) -> None:
+    """Long before its limit USR2 means that: back into the queue, and again from the beginning."""
+    job, mark = beside.start_waiting("one")
+    beside.box.run("scancel", "--signal=USR2", job.id)
+    until(lambda: len(beside.begun(mark)) == 2, f"the second start: {job.status()}", 60.0)
+    assert job.state() is JobState.RUNNING
+    Path(f"{mark}.go").touch()
+    assert job.result(30.0) == "went"
+
+
 @pytest.mark.parametrize("accounting", [False, True])
 def test_slurmctld_is_away(accounting: bool, tmp_path: Path) -> None:
     """On a box of its own: Slurm takes a minute to clean up after a job whose end nobody heard of."""
