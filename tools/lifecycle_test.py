@@ -7,7 +7,7 @@
 | requeue, follow-up | the run needs five allocations of a minute | nobody's hand between them |
 | rollout-power, trainer-power, batch-power | power cut of a node | goes on by itself |
 | preempt | a job of a partition with priority takes the nodes | saved before the end, requeued, complete |
-| cancel | miles-hpc cancel while the follow-up waits | nothing starts again; resume completes the run |
+| cancel, scancel | miles-hpc cancel, or scancel of the job; a follow-up waits | nothing starts again; then resume |
 | no-progress | every trainer start fails | the chain stops after two allocations and says why |
 | full-disk | no space in the middle of a save | the older checkpoint stays valid; complete once there is space |
 | notice | 20 notices, SIGTERM to steps or SIGUSR2 to the batch script | how long until the state is durable |
@@ -22,6 +22,7 @@ of ours is left on the box. Exit code 0 when all hold.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -213,10 +214,13 @@ def preempt(stage: Stage) -> None:
     stage.complete(240)
 
 
-def cancel(stage: Stage) -> None:
-    stage.submit(**{"rollout.n_steps": "40"})
+def cancel(stage: Stage, *, plainly: bool = False) -> None:
+    job = stage.submit(**{"rollout.n_steps": "40"})
     stage.until(lambda: rl_step(stage.run_dir) >= 4, "steps before the cancel", 120)
-    stage.seen["said"] = stage.cli("cancel", str(stage.run_dir)).stdout.strip()
+    if plainly:
+        stage.box.run("scancel", str(job))
+    else:
+        stage.seen["said"] = stage.cli("cancel", str(stage.run_dir)).stdout.strip()
     stage.until(lambda: not stage.box.run("squeue", "-h", "-a", "-o", "%i").split(), "an empty queue", 90)
     time.sleep(8)  # a requeued job would be back by now
     queued = stage.box.run("squeue", "-h", "-a", "-o", "%i").split()
@@ -372,6 +376,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "batch-power": power("batch"),
     "preempt": preempt,
     "cancel": cancel,
+    "scancel": functools.partial(cancel, plainly=True),
     "no-progress": no_progress,
     "full-disk": full_disk,
     "spare": spare,
@@ -396,7 +401,7 @@ def stage_for(name: str, layout: str, *, keep: bool, netns: bool = False) -> Ite
     root.chmod(0o755)
     box = Box(root / "box")
     site = "slurm_box"
-    if name in ("follow-up", "cancel"):
+    if name in ("follow-up", "cancel", "scancel"):
         (root / "slurm_box_follow_up.toml").write_text(FOLLOW_UP_SITE)
         site = str(root / "slurm_box_follow_up.toml")
     try:

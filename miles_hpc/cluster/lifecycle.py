@@ -7,9 +7,11 @@ import re
 
 from miles_hpc.core.errors import UserError
 
-__all__ = ["format_time", "parse_time", "remaining_s", "should_continue"]
+__all__ = ["cause_of_end", "format_time", "parse_time", "remaining_s", "should_continue"]
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?\Z")
+#: What slurmstepd writes into a batch script's output right before it sends SIGTERM (slurmstepd/mgr.c, req.c).
+_END = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?[^\n]*\*\*\*")
 _CLOCK = re.compile(r"(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
@@ -55,3 +57,12 @@ def should_continue(remaining_s: float, step_time_s: float, save_time_s: float, 
     Pass the longest recent step and save, not the mean: a step that doesn't fit is lost.
     """
     return remaining_s >= step_time_s + save_time_s + margin_s
+
+
+def cause_of_end(output: str) -> str | None:
+    """Why a batch script got SIGTERM, by its output: TIME LIMIT, NODE FAILURE, PREEMPTION, JOB REQUEUE; "" = cancelled.
+
+    None when the output doesn't say. Slurm itself lists such a job as COMPLETING until the script has ended.
+    """
+    found = list(_END.finditer(output))
+    return (found[-1][1] or "").strip() if found else None

@@ -18,6 +18,7 @@ from miles_hpc.cluster.chain import (
     record_outcome,
     record_start,
 )
+from miles_hpc.cluster.lifecycle import cause_of_end
 from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.cluster.submit import (
     adopt_follow_up,
@@ -28,15 +29,13 @@ from miles_hpc.cluster.submit import (
 )
 from miles_hpc.core import env, exits
 from miles_hpc.core.config import RunConfig, SiteConfig
-from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.paths import RunPaths
 
 __all__ = ["Chain"]
 
-_BACK_IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING", "SPECIAL_EXIT")
-#: How long Slurm may take to say as what a job ends that got SIGTERM.
-_STATE_S = 10.0
+#: Causes after which Slurm puts a job back into the queue by itself, when that may be requeued.
+_SLURM_REQUEUES = ("NODE FAILURE", "PREEMPTION", "JOB REQUEUE")
 
 
 class Chain:
@@ -52,6 +51,8 @@ class Chain:
         self._job_id = job_id
         self._attempt = attempt
         self._first = read_first_attempt(paths)
+        self._output = paths.output(job_id)
+        self._output_before = self._output.stat().st_size if self._output.is_file() else 0
         self._wanted = True  # whether there is to be a next allocation
         self._requeued = False  # by Slurm, after a lost node or a preemption
 
@@ -101,12 +102,11 @@ class Chain:
         if code not in (exits.NEXT_ALLOCATION, exits.FAILED):
             self._wanted = False
             return
-        if terminated:
-            fate = self._fate()
-            if fate.startswith("CANCELLED"):
-                self._stop("the job was cancelled")
-                return
-            self._requeued = fate in _BACK_IN_QUEUE
+        cause = self._cause() if terminated else None
+        if cause == "":
+            self._stop("the job was cancelled")
+            return
+        self._requeued = self._site.requeue and cause in _SLURM_REQUEUES
         decision = decide(
             self._run.job,
             read_starts(self._paths),
@@ -148,8 +148,6 @@ class Chain:
         try:
             self._slurm.requeue(self._job_id)  # Slurm ends this script now
         except MilesError as error:
-            if self._fate() in _BACK_IN_QUEUE:
-                return
             print(f"supervisor: {error}: handing in a follow-up job instead", file=sys.stderr, flush=True)
             self._hand_in()
 
@@ -164,18 +162,11 @@ class Chain:
         print(f"supervisor: no next allocation: {why}", flush=True)
         record_outcome(self._paths, self._attempt, "stopped", why)
 
-    def _fate(self) -> str:
-        """As what Slurm lists a job that got SIGTERM, once it isn't running any more; "" when it doesn't say.
-
-        The owner's cancel, the time limit, a preemption and a lost node all send that signal.
-        """
-        deadline = Deadline(_STATE_S, "Slurm's word on this job")
-        while not deadline.expired:
-            try:
-                state = next(iter(self._slurm.state(self._job_id)), "")
-            except MilesError:
-                state = ""
-            if state not in ("", "RUNNING", "COMPLETING"):
-                return state
-            time.sleep(0.5)
-        return ""
+    def _cause(self) -> str | None:
+        """Why this job got SIGTERM: the owner's cancel, the time limit, a preemption and a lost node all send it."""
+        try:
+            with self._output.open("rb") as file:
+                file.seek(self._output_before)
+                return cause_of_end(file.read().decode(errors="replace"))
+        except OSError:
+            return None

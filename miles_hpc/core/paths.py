@@ -62,6 +62,10 @@ class RunPaths:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
+    def output(self, job_id: int) -> Path:
+        """The batch script's output, of all starts of a job; named in its directives as slurm-%A.out."""
+        return self.attempts / f"slurm-{job_id}.out"
+
     def attempt(self, attempt: int) -> Path:
         return self.attempts / f"{attempt:04d}"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_hpc.cluster.lifecycle import format_time, parse_time, remaining_s, should_continue
+from miles_hpc.cluster.lifecycle import cause_of_end, format_time, parse_time, remaining_s, should_continue
 from miles_hpc.core.errors import UserError
 
 
@@ -58,3 +58,12 @@ def test_one_more_step_has_to_fit_with_its_save() -> None:
     assert should_continue(100.0, step_time_s=60.0, save_time_s=30.0, margin_s=10.0)
     assert not should_continue(99.9, step_time_s=60.0, save_time_s=30.0, margin_s=10.0)
     assert should_continue(math.inf, step_time_s=1e9, save_time_s=1e9, margin_s=1e9)
+
+
+def test_why_a_batch_script_got_sigterm() -> None:
+    line = "slurmstepd-t1: error: *** JOB 19717003 ON t1 CANCELLED AT 2026-11-30T02:53:31{} ***\n"
+    assert cause_of_end("step 1\nstep 2\n") is None
+    assert cause_of_end(line.format("")) == ""
+    assert cause_of_end("x\n" + line.format(" DUE TO TIME LIMIT")) == "TIME LIMIT"
+    assert cause_of_end(line.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS")) == "NODE FAILURE"
+    assert cause_of_end(line.format(" DUE TO PREEMPTION") + line.format("")) == ""  # the last one counts

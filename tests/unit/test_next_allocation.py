@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from miles_hpc.cluster import next_allocation
 from miles_hpc.cluster.chain import is_cancelled, set_cancelled
 from miles_hpc.cluster.next_allocation import Chain
 from miles_hpc.cluster.slurm import SlurmError
@@ -21,11 +19,6 @@ from tests.unit.runs import make_run, make_site
 
 JOB = "#!/bin/bash\n#SBATCH --job-name=a\n"
 FOLLOW = msgspec.structs.replace(make_site(), requeue=False)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_allocation, "_STATE_S", 0.05)
 
 
 class Allocation:
@@ -86,29 +79,34 @@ def test_a_run_that_is_over_takes_its_follow_up_along(tmp_path: Path, code: int)
     assert (one.slurm.state(follower), read_follow_up(one.paths)) == (["CANCELLED"], None)
 
 
-def test_the_owners_scancel_ends_the_chain_but_not_what_else_sends_sigterm(tmp_path: Path) -> None:
-    for n, (state, goes_on) in enumerate({"CANCELLED": False, "TIMEOUT": True, "NODE_FAIL": True}.items()):
-        one = Allocation(tmp_path / str(n), FOLLOW)
-        chain, _ = one.begin()
-        one.slurm.finish(one.job, state)
-        chain.end(exits.NEXT_ALLOCATION, "ended from outside", terminated=True)
-        chain.next()
-        assert (read_follow_up(one.paths) is not None) == goes_on, state
-
-
-def test_a_job_that_slurm_has_requeued_is_not_asked_for_again(tmp_path: Path) -> None:
-    class Requeued(FakeSlurm):
-        def requeue(self, leader: int) -> None:
-            raise SlurmError("scontrol requeue: Job is pending execution")
-
-    one = Allocation(tmp_path, make_site())
+@pytest.mark.parametrize(
+    ("cause", "goes_on"),
+    [
+        ("", False),
+        (" DUE TO TIME LIMIT", True),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", True),
+        (" DUE TO PREEMPTION", True),
+        (None, True),  # the output is elsewhere
+    ],
+)
+@pytest.mark.parametrize("requeue", [False, True])
+def test_of_all_that_sends_sigterm_only_the_owner_ends_the_chain(
+    tmp_path: Path, cause: str | None, goes_on: bool, requeue: bool
+) -> None:
+    one = Allocation(tmp_path, make_site() if requeue else FOLLOW)
+    one.paths.output(one.job).write_text("*** JOB 1 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***\n")  # an earlier start's
     chain, _ = one.begin()
-    one.slurm.jobs[one.job] = [replace(c, state="PENDING") for c in one.slurm.jobs[one.job]]
-    for terminated in (True, False):
-        chain._slurm = Requeued(jobs=one.slurm.jobs)  # type: ignore[assignment]
-        chain.end(exits.NEXT_ALLOCATION, "", terminated=terminated)
-        chain.next()
-    assert (len(one.slurm.submitted), read_follow_up(one.paths)) == (1, None)
+    if cause is not None:
+        with one.paths.output(one.job).open("a") as file:
+            file.write(f"slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-30T02:53:31{cause} ***\n")
+    chain.end(exits.NEXT_ALLOCATION, "ended from outside", terminated=True)
+    chain.next()
+    if requeue:  # after a lost node or a preemption Slurm does it, and asking again would be refused
+        asked = goes_on and (cause is None or "TIME" in cause)
+        assert (one.slurm.components(one.job)[0].restarts, len(one.slurm.submitted)) == (int(asked), 1)
+    else:
+        assert (read_follow_up(one.paths) is not None) == goes_on
+    assert one.paths.outcome(1).exists() == (not goes_on)
 
 
 def test_a_refused_requeue_becomes_a_follow_up(tmp_path: Path) -> None:
