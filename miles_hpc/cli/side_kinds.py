@@ -55,7 +55,7 @@ KINDS: dict[str, SideRequest] = {
 def make_request(name: str, run_dir: Path, arguments: dict[str, Any], **changes: Any) -> SideRequest:
     """The request for a kind, or for "module:function", with what the user gave. Raises UserError for neither.
 
-    `changes` are fields of SideRequest; None leaves one as it is.
+    `changes` are fields of SideRequest; None leaves one as it is. A program's command line may hold {run_dir}.
     """
     if name in KINDS:
         request = KINDS[name]
@@ -67,6 +67,8 @@ def make_request(name: str, run_dir: Path, arguments: dict[str, Any], **changes:
     given = {**request.arguments, **arguments}
     if "run_dir" in request.arguments:
         given["run_dir"] = str(run_dir)
+    if isinstance(line := given.get("arguments"), list):
+        given["arguments"] = [str(word).replace("{run_dir}", str(run_dir)) for word in line]
     return replace(request, arguments=given, **{key: value for key, value in changes.items() if value is not None})
 
 

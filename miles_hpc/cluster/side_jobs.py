@@ -216,7 +216,10 @@ def submit_side_job(
     folder = create(paths.side_jobs)
     plan = plan_side_job(run, site, paths, request, number=folder.number, local=local)
     try:
-        folder.write(_call(plan, request, local=local))
+        try:
+            folder.write(_call(plan, request, local=local))
+        except TypeError as error:
+            raise UserError(f"side job '{request.name}': its arguments aren't JSON: {error}") from error
         if local or slurm is None:
             _start_keeper(folder, plan)
         else:
@@ -224,10 +227,8 @@ def submit_side_job(
             _submit(folder, plan, request, slurm, exclude)
     except DeadlineExpired:
         raise
-    except (MilesError, TypeError) as error:
+    except MilesError:
         folder.remove()
-        if isinstance(error, TypeError):
-            raise UserError(f"side job '{request.name}': its arguments aren't JSON: {error}") from error
         raise
     return SideJob(folder, slurm)
 

@@ -195,6 +195,8 @@ def test_kinds_and_arguments_of_the_command_line() -> None:
     assert (dict(request.arguments), request.time, request.nodes) == ({"run_dir": "/r", "step": 3}, "5", 1)
     own = make_request("my.module:My_Thing", Path("/r"), {"x": 1}, nodes=2)
     assert (own.name, own.function, dict(own.arguments), own.nodes) == ("my-thing", "my.module:My_Thing", {"x": 1}, 2)
+    program = make_request("doctor", Path("/r"), {"module": "a.b", "arguments": ["--run-dir", "{run_dir}/x", 1]})
+    assert dict(program.arguments) == {"module": "a.b", "arguments": ["--run-dir", "/r/x", "1"]}
     with pytest.raises(UserError, match="no side job 'verify'"):
         make_request("verify", Path("/r"), {})
     assert parse_arguments(["a=1", "b=text", "c=[1]", "d=", "e=x=y"]) == {
