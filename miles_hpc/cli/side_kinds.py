@@ -43,7 +43,10 @@ KINDS: dict[str, SideRequest] = {
         SideRequest(
             name="doctor",
             function="miles_hpc.cluster.side_tasks:run_program",
-            arguments={"module": "miles_hpc.cli.main", "arguments": ["doctor"]},
+            arguments={
+                "module": "miles_hpc.cluster.preflight.on_node",
+                "arguments": ["--site", "{run_dir}/site.toml", "--run-dir", "{run_dir}", "--json"],
+            },
             roles=("trainer",),
             time="00:10:00",
             mpi=True,

@@ -36,7 +36,7 @@ from miles_hpc.control.opening import open_transport
 from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
 from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, ProtocolError
-from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole
+from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole, Shutdown
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
 
@@ -194,8 +194,8 @@ class Supervisor:
                 await asyncio.sleep(0.2)
 
     async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
-        if self._ending:
-            return Ack()
+        if self._ending or isinstance(message, Shutdown):
+            return Ack()  # it ends when the controller has ended
         if isinstance(message, RestartHost):
             if message.host not in self._starter.hosts(message.role):
                 self._events.note("left", peer=message.host, role=message.role, evidence=message.reason)

@@ -21,6 +21,8 @@ from miles_hpc.core.transport import Endpoint, HandlerResult
 
 __all__ = ["TrainerApp"]
 
+_OWN_END_S = 2.0
+
 
 class TrainerApp(AgentApp):
     """Owns one rank."""
@@ -74,5 +76,11 @@ class TrainerApp(AgentApp):
         if self._watcher is not None:
             self._watcher.cancel()
         if self._rank is not None and self._rank.exit_code is None:
+            # It is told to end as this agent is, and ends MPI with the others; a rank that is killed there keeps them.
+            try:
+                await asyncio.wait_for(self._rank.wait(), _OWN_END_S)
+                return
+            except TimeoutError:
+                pass
             self._rank.signal(signal.SIGINT)  # it leaves SIGTERM to those who decide (launchers/trainer.py)
             await self._rank.end(grace_s=3.0)

@@ -23,13 +23,10 @@ FACTS = {
 #: Marked "for readers" or "reserved" at the field, or shown as a fact.
 READ_BY_PEOPLE = {
     "SiteConfig.container",
-    "SiteConfig.file_systems",
     "SiteConfig.inherits",  # load reads it before there is a struct
     "SiteConfig.mpi_flavours",
     "SiteConfig.notes",
-    "SiteConfig.service_ports",
     "SiteConfig.slurm_version_seen",
-    "SiteConfig.userns",
     "SitePartition.max_submitted",
     "SitePartition.preemptable",
     "SiteQos.max_submitted",

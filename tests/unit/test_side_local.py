@@ -103,7 +103,7 @@ def test_a_program_and_what_it_prints(paths: RunPaths, capsys: pytest.CaptureFix
     assert side(paths, "doctor", "--arg", 'module="json.tool"', "--arg", 'arguments=["--help"]', "--wait", "60") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["exit_code"] == 0 and "json" in told["output"]
-    assert side(paths, "doctor", "--arg", 'arguments=["no-such-command"]', "--wait", "60") == 1
+    assert side(paths, "doctor", "--arg", 'arguments=["--no-such-option"]', "--wait", "60") == 1
     assert "exit code 2" in capsys.readouterr().err
 
 

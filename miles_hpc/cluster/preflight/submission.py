@@ -1,18 +1,18 @@
-"""Looking at the real cluster before anything is written: what the site file claims against what Slurm says."""
+"""Before anything is written: would Slurm take the job, and does the site file agree with what Slurm says?"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
 from miles_hpc.cluster.job_plan import JobPlan
+from miles_hpc.cluster.preflight.contract import Finding, fail, fine, skip
 from miles_hpc.core.config import SiteConfig
 from miles_hpc.core.errors import MilesError, UserError
 
-__all__ = ["Finding", "Scheduler", "check_job", "check_site"]
+__all__ = ["Scheduler", "check_job", "check_site"]
 
 
 class Scheduler(Protocol):
@@ -25,20 +25,6 @@ class Scheduler(Protocol):
     def version(self) -> str: ...
 
     def test(self, script: str | Path) -> None: ...
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    ok: bool
-    text: str
-    looked: bool = True  # false: there was nothing to look at
-
-    @property
-    def mark(self) -> str:
-        """ "ok", "FAIL" or "skip" in front of the text."""
-        return ("ok" if self.ok else "FAIL") if self.looked else "skip"
 
 
 def check_job(plan: JobPlan, text: str, slurm: Scheduler) -> None:
@@ -59,14 +45,14 @@ def check_site(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
     Without Slurm the file alone is looked at; a Slurm that doesn't answer is a failure.
     """
     if site.scheduler == "none":
-        return [Finding(True, "no scheduler: runs start with 'miles-hpc local'")]
+        return [fine("no scheduler: runs start with 'miles-hpc local'")]
     return [*_roles(site), *_against_cluster(site, slurm)]
 
 
 def _roles(site: SiteConfig) -> list[Finding]:
     stated = {role for partition in site.partitions for role in partition.roles}
     missing = [role for role in ("trainer", "rollout", "sandbox") if role not in stated]
-    return [Finding(False, f"no partition for role '{role}'") for role in missing]
+    return [fail(f"no partition for role '{role}'", "list it in 'roles' of a partition") for role in missing]
 
 
 def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
@@ -75,16 +61,19 @@ def _against_cluster(site: SiteConfig, slurm: Scheduler) -> list[Finding]:
         version = slurm.version()
         live = slurm.partitions()
     except UserError as error:  # no Slurm here
-        return [Finding(True, f"partitions and version are not compared: {error}", looked=False)]
+        return [skip(f"partitions and version are not compared: {error}")]
     except MilesError as error:
-        return [Finding(False, str(error))]
-    findings = [Finding(True, version)]
+        return [fail(str(error), "look whether slurmctld is up: scontrol ping")]
+    findings = [fine(version)]
     if (have := _version(version)) and have < _version(site.slurm_version_min):
-        findings.append(Finding(False, f"{version}: the site file asks for {site.slurm_version_min} or newer"))
+        asked = f"{version}: the site file asks for {site.slurm_version_min} or newer"
+        findings.append(fail(asked, "look up 'slurm_version_min' in the site file, and what needs it"))
     for partition in site.partitions if site.sbatch.partition_stated else []:
-        there = partition.name in live
-        found = "is there" if there else f"is not among {', '.join(live) or 'none'}"
-        findings.append(Finding(there, f"partition '{partition.name}' {found}"))
+        if partition.name in live:
+            findings.append(fine(f"partition '{partition.name}' is there"))
+            continue
+        saw = f"partition '{partition.name}' is not among {', '.join(live) or 'none'}"
+        findings.append(fail(saw, "correct 'partitions' in the site file"))
     return findings
 
 
