@@ -79,6 +79,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--watch", action="store_true", help="follow the run after submitting")
 
+    command = _dir_command(commands, "side", "start a job beside a run: a check, an export, a sweep over nodes")
+    command.add_argument(
+        "name",
+        metavar="NAME",
+        help="verify-checkpoint, export, eval, doctor, or module:function of python_path",
+    )
+    command.add_argument(
+        "--arg", action="append", default=[], metavar="KEY=VALUE", help="for the function, for example step=100"
+    )
+    command.add_argument("--role", choices=["trainer", "rollout", "sandbox"], default="", help="whose nodes")
+    command.add_argument("--nodes", type=int, metavar="N", help="one task on each; default: 1")
+    command.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 0")
+    command.add_argument("--cpus-per-task", type=int, metavar="N", help="default: 1")
+    command.add_argument("--time", metavar="LIMIT", help="as sbatch takes it")
+    command.add_argument("--local", action="store_true", help="on this machine, also where there is a scheduler")
+    command.add_argument(
+        "--wait", type=float, metavar="SECONDS", help="wait for its end up to so long, and print what it returned"
+    )
+    command = _dir_command(commands, "jobs", "list the jobs of a run: its own and those beside it")
+    command.add_argument("--json", action="store_true")
+    command.add_argument("--cancel", type=int, metavar="SIDE", help="end the side job of this number")
+
     command = _dir_command(commands, "join", "lend this machine to a run that is going on, as one more host")
     command.add_argument("--role", choices=["rollout", "sandbox"], default="rollout", help="default: rollout")
     command.add_argument(

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_hpc.cluster.site import role_environment, role_python, source_root
+from miles_hpc.cluster.site import job_environment, role_python
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.layouts import asked_nodes, is_split, layout_of, role_partition, roles_in_use
@@ -135,7 +135,7 @@ def plan_job(run: RunConfig, site: SiteConfig, paths: RunPaths) -> JobPlan:
         layout=layout,
         components=components,
         python=role_python(run, site, "controller"),
-        exports=_exports(run, site),
+        exports=job_environment(run, site, nodes=max(getattr(run.groups, role).nodes for role in used)),
         modules=tuple(site.modules),
     )
 
@@ -171,19 +171,6 @@ def _segment(site: SiteConfig, nodes: int) -> tuple[str, ...]:
     """--segment has no effect when all nodes fit into one segment (topology.html), so it isn't stated then."""
     size = site.topology.segment_nodes
     return (f"--segment={size}",) if site.topology.segment_directive and 0 < size < nodes else ()
-
-
-def _exports(run: RunConfig, site: SiteConfig) -> dict[str, str]:
-    """PYTHONSAFEPATH: a run folder named like one of our packages must not shadow it, in children either."""
-    root = source_root()
-    import_path = [*([str(root)] if root is not None else []), *run.python_path]
-    nodes = max(getattr(run.groups, role).nodes for role in roles_in_use(run))
-    exports = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **role_environment(site, nodes=nodes)}
-    if import_path:
-        exports["PYTHONPATH"] = ":".join(import_path)
-    if site.proxy:
-        exports |= {name: site.proxy for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
-    return exports
 
 
 def _quoted(text: str, *, percent: bool = False) -> str:

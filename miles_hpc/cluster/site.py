@@ -14,6 +14,7 @@ from miles_hpc.core.config import RunConfig, SiteConfig, SiteEnvSet
 
 __all__ = [
     "data_folder",
+    "job_environment",
     "matching_sites",
     "role_environment",
     "role_python",
@@ -25,6 +26,8 @@ __all__ = [
     "with_env_set",
 ]
 
+#: A proxy is for the world outside: what a node asks of itself must not go there. Sites add their own networks in `env`.
+_NO_PROXY = "localhost,127.0.0.1,::1"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -112,3 +115,19 @@ def width_variables(site: SiteConfig) -> frozenset[str]:
 
 def _env_set(site: SiteConfig) -> SiteEnvSet:
     return next((one for one in site.env_sets if one.name == site.env_set), SiteEnvSet(name=""))
+
+
+def job_environment(run: RunConfig, site: SiteConfig, *, nodes: int) -> dict[str, str]:
+    """Variables for a job's processes: where our packages are, output at once, the site's for so many nodes, its proxy.
+
+    PYTHONSAFEPATH: a run folder named like one of our packages must not shadow it, in children either.
+    """
+    root = source_root()
+    import_path = [*([str(root)] if root is not None else []), *run.python_path]
+    variables = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **role_environment(site, nodes=nodes)}
+    if import_path:
+        variables["PYTHONPATH"] = ":".join(import_path)
+    if site.proxy:
+        variables |= {name: site.proxy for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+        variables |= {name: _NO_PROXY for name in ("no_proxy", "NO_PROXY") if name not in variables}
+    return variables

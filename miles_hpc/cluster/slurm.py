@@ -32,6 +32,7 @@ __all__ = [
     "Step",
     "parse_jobs",
     "parse_limits",
+    "parse_records",
 ]
 
 #: Job states in which a job still holds or waits for nodes (squeue(1), JOB STATE CODES).
@@ -142,6 +143,18 @@ class Slurm:
                 return []
             raise
         return parse_jobs(answer)
+
+    def recorded(self, job_id: int) -> list[ComponentState]:
+        """All components by offset as accounting knows them, some seconds late; empty without accounting.
+
+        Without it sacct refuses with a message, or isn't installed, or can't reach slurmdbd: all the same here.
+        """
+        fields = "--format=JobID,State,ExitCode,NodeList,End,JobName"
+        try:
+            answer = self._run("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", fields)
+        except (SlurmError, UserError):
+            return []
+        return parse_records(answer)
 
     def state(self, job_id: int) -> list[str]:
         """The state of each component; empty when Slurm doesn't know the job (any more)."""
@@ -300,6 +313,36 @@ def parse_jobs(text: str) -> list[ComponentState]:
                 end_time=_epoch(fields.get("EndTime", "")),
                 start_time=_epoch(fields.get("StartTime", "")),
                 dependency=_known(fields.get("Dependency", "")),
+            )
+        )
+    return sorted(jobs, key=lambda job: job.offset)
+
+
+def parse_records(text: str) -> list[ComponentState]:
+    """`sacct --parsable2` with JobID, State, ExitCode, NodeList, End, JobName: a het component's id is "12+1".
+
+    The state keeps sacct's detail, "CANCELLED by 1000". Accounting has no reason and no count of restarts, and sacct
+    takes 128 off an exit code above it: scontrol's 137:0 is its 9:0 (seen with 22.05).
+    """
+    jobs = []
+    for line in text.splitlines():
+        cells = line.split("|", 5)
+        found = re.fullmatch(r"(\d+)(?:\+(\d+))?", cells[0])
+        if found is None or len(cells) != 6:
+            continue
+        _, state, exit_code, nodes, end, name = cells
+        offset = int(found[2] or 0)
+        jobs.append(
+            ComponentState(
+                job_id=int(found[1]) + offset,
+                offset=offset,
+                name=name,
+                state=state,
+                reason="",
+                nodes="" if nodes == "None assigned" else _known(nodes),
+                restarts=0,
+                exit_code=exit_code,
+                end_time=_epoch(end),
             )
         )
     return sorted(jobs, key=lambda job: job.offset)

@@ -131,6 +131,16 @@ class RunPaths:
         return self.checkpoints / f"step_{step:06d}.t{term:06d}"
 
     @property
+    def side_jobs(self) -> Path:
+        """Jobs beside the run (checks, exports), a numbered folder each; mode 0700."""
+        return self.root / "side_jobs"
+
+    @property
+    def exports(self) -> Path:
+        """Checkpoints as Hugging Face folders, named like the checkpoint."""
+        return self.root / "exports"
+
+    @property
     def archive(self) -> Path:
         return self.root / "archive"
 

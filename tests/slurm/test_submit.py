@@ -28,7 +28,7 @@ class Launch:
     """A folder with run.toml whose supervisor is `program`, a Python text that sees the run directory as argv[1]."""
 
     def __init__(self, folder: Path, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+        self.folder, self.box = folder, box
         self.slurm = Slurm(environ=box.env(), timeout_s=60.0)
         self.paths = RunPaths(folder / "runs" / "tiny")
         write_run(folder)

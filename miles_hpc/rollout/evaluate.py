@@ -1,0 +1,204 @@
+"""Held-out evaluation outside a run: an exported model plays the run's own evaluation episodes, all in one process.
+
+    exports/step_.../ ─▶ weight source ──loopback──▶ engine ◀── run_trajectory ──▶ environment ──▶ SandboxHost here
+
+Prompts and seeds are those of the run's own evaluations (`eval.seed`, episode number), so the numbers can be compared
+with those that the run has reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_hpc.control.opening import open_transport
+from miles_hpc.core.config import RunConfig
+from miles_hpc.core.errors import IntegrityError, UserError
+from miles_hpc.core.load import load_prepared
+from miles_hpc.core.messages import GenerateGroup
+from miles_hpc.core.paths import RunPaths
+from miles_hpc.core.registry import resolve
+from miles_hpc.core.transport import Credentials, Endpoint, PeerIdentity, Transport
+from miles_hpc.core.types import GroupPurpose, Prompt, SampleStatus, SamplingParams, WeightVersion
+from miles_hpc.dataflow.source import derive_seed
+from miles_hpc.rollout.engine import EngineSpec, RolloutEngine
+from miles_hpc.rollout.environments.base import Environment
+from miles_hpc.rollout.sampler import Bounds, Played, run_group
+from miles_hpc.rollout.sandbox import LocalSandboxes
+from miles_hpc.rollout.sandbox_host import SandboxHost
+from miles_hpc.rollout.session.tokenizer import ChatTokenizer
+from miles_hpc.rollout.slots import EngineSlots
+from miles_hpc.weights.broadcast import WeightSource
+from miles_hpc.weights.bucket import tensor_bytes
+
+__all__ = ["evaluate_folder", "evaluation_group", "summary"]
+
+_VERSION = WeightVersion(1, 1)
+_SYNC_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A weight as WeightSource takes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def evaluation_group(run: RunConfig, number: int) -> GenerateGroup:
+    """Episode `number` of the run's evaluation, as its controller asks for it."""
+    return GenerateGroup(
+        group_id=number,
+        attempt=0,
+        purpose=GroupPurpose.EVAL,
+        prompt=Prompt(
+            environment=run.environment.name,
+            messages=(),
+            seed=derive_seed(run.eval.seed, str(GroupPurpose.EVAL), number),
+        ),
+        n_samples=1,
+        sampling=SamplingParams(
+            max_new_tokens=run.rollout.max_tokens_per_turn, temperature=run.eval.temperature, top_p=1.0
+        ),
+        seed=derive_seed(run.eval.seed, str(GroupPurpose.EVAL), "sampling", number),
+        deadline_s=run.rollout.trajectory_deadline_s,
+    )
+
+
+def evaluate_folder(
+    run_dir: str, folder: str, n_episodes: int | None = None, device: str = "cpu", threads: int = 1
+) -> dict[str, Any]:
+    """Play `n_episodes` (default: the run file's eval.n_episodes) with the model in `folder`, a Hugging Face folder.
+
+    Returns mean reward, means by label, numbers of episodes, of truncated ones and of sampled tokens. One failing
+    episode fails the evaluation. Raises UserError for bad input and for a node that can't isolate sandboxes,
+    EngineFailed and IntegrityError.
+    """
+    paths = RunPaths(Path(run_dir))
+    run, _ = load_prepared(paths.root)
+    wanted = run.eval.n_episodes if n_episodes is None else n_episodes
+    if wanted < 1:
+        raise UserError(f"evaluation: n_episodes = {wanted}: expected 1 or more")
+    return asyncio.run(_evaluate(run, paths, Path(folder), wanted, device, threads))
+
+
+async def _evaluate(
+    run: RunConfig, paths: RunPaths, folder: Path, n_episodes: int, device: str, threads: int
+) -> dict[str, Any]:
+    environment: Environment = resolve("environment", run.environment.name)(run.environment.options)
+    tokenizer = ChatTokenizer(paths.model)
+    host = SandboxHost()
+    await host.start()
+    try:
+        async with _engine(run, folder, device, threads) as engine:
+            slots = EngineSlots()
+            slots.add(engine, slots=run.rollout.slots_per_engine, shape=None, version=_VERSION)
+            sandboxes = LocalSandboxes(
+                host,
+                timeout_s=run.rollout.sandbox_timeout_s,
+                max_output_bytes=run.rollout.sandbox_max_output_bytes,
+            )
+            room = asyncio.Semaphore(run.rollout.slots_per_engine)
+
+            async def play(number: int) -> tuple[str, Played]:
+                group = evaluation_group(run, number)
+                prompt = environment.prompt(group.prompt.seed, split=group.purpose.value)
+                async with room:
+                    (played,) = await run_group(
+                        msgspec.structs.replace(group, prompt=prompt),
+                        tokenizer=tokenizer,
+                        environment=environment,
+                        sandboxes=sandboxes,
+                        bounds=Bounds(max_turns=run.rollout.max_turns, max_tokens=run.rollout.max_trajectory_tokens),
+                        lease=lambda: slots.lease(run.control.step_deadline_s),
+                    )
+                return prompt.label, played
+
+            async with asyncio.TaskGroup() as tasks:
+                episodes = [tasks.create_task(play(number)) for number in range(n_episodes)]
+    finally:
+        await host.close()
+    return summary([task.result() for task in episodes])
+
+
+def summary(episodes: list[tuple[str, Played]]) -> dict[str, Any]:
+    """Labels and episodes in numbers; rewards are averaged over episodes, as in the run's own evaluations."""
+    by_label: dict[str, list[float]] = defaultdict(list)
+    for label, played in episodes:
+        by_label[label].append(played.reward)
+    rewards = [reward for values in by_label.values() for reward in values]
+    return {
+        "episodes": len(rewards),
+        "mean": sum(rewards) / len(rewards),
+        "by_label": {label: sum(values) / len(values) for label, values in sorted(by_label.items())},
+        "truncated": sum(played.status is SampleStatus.TRUNCATED for _, played in episodes),
+        "sampled_tokens": sum(played.record.n_sampled for _, played in episodes),
+    }
+
+
+@asynccontextmanager
+async def _engine(run: RunConfig, folder: Path, device: str, threads: int) -> AsyncIterator[RolloutEngine]:
+    """The run's engine with the weights of `folder`: synced and verified like any other, from a source beside it."""
+    source = WeightSource()
+    manifest = source.stage(_VERSION, _read_tensors(folder, run.model.dtype))
+    secret = secrets.token_bytes(32)
+
+    def transport(role: str) -> Transport:
+        identity = PeerIdentity(
+            role=role, name=role, host=socket.gethostname(), pid=os.getpid(), attempt=1, term=_VERSION.term
+        )
+        return open_transport("loopback", Credentials(secret=secret, identity=identity))
+
+    async def connect(address: str, deadline_s: float) -> Endpoint:
+        return await transport("engine").connect(address, deadline_s=deadline_s)
+
+    listener = await transport("weights").listen(source.handle)
+    engine: RolloutEngine = resolve("engine", run.rollout.engine)(
+        EngineSpec(
+            name="evaluation",
+            model_path=folder,
+            connect=connect,
+            slots=run.rollout.slots_per_engine,
+            max_length=run.rollout.max_trajectory_tokens,
+            dtype=run.model.dtype,
+            device=device,
+            threads=threads,
+            experts_implementation=run.model.experts_implementation,
+            options={"batch_invariant": run.rollout.engine_batch_invariant},
+        )
+    )
+    try:
+        await engine.sync(_VERSION, listener.address, manifest.plan_digest, deadline_s=_SYNC_S)
+        yield engine
+    finally:
+        await engine.close()
+        await listener.close()
+
+
+def _read_tensors(folder: Path, dtype: str) -> list[_Tensor]:
+    """The folder's weights in the engine's names and number format. Raises IntegrityError when it can't be loaded."""
+    import torch
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise IntegrityError(f"model folder {folder}: can't be loaded: {' '.join(str(error).split())}") from error
+    return [
+        _Tensor(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), tensor_bytes(parameter))
+        for name, parameter in model.named_parameters()
+    ]
