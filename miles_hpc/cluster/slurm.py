@@ -123,6 +123,9 @@ class Slurm:
         Raises UserError with sbatch's own words when it refuses the script.
         """
         options = [f"--dependency={dependency}"] if dependency else []
+        if exclude:  # sbatch refuses a name that the cluster doesn't have (any more)
+            known = set(self._run("sinfo", "--noheader", "--Node", "--format=%N").split())
+            exclude = [name for name in exclude if name in known]
         options += [f"--exclude={compress(exclude)}"] if exclude else []
         answer = self._sbatch(script, "--parsable", *options)
         found = re.match(r"(\d+)", answer)  # "123" or "123;cluster"
