@@ -30,6 +30,7 @@ __all__ = [
     "Slurm",
     "SlurmError",
     "Step",
+    "is_away",
     "parse_jobs",
     "parse_limits",
     "parse_records",
@@ -57,8 +58,22 @@ _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z/:_]*)=")
 
 
+#: What Slurm's commands say when slurmctld is away, or too busy to answer (slurm_errno.c); not a word about the job.
+_AWAY = (
+    "unable to contact slurm controller",
+    "socket timed out",
+    "connect failure",
+    "communication connection failure",
+)
+
+
 class SlurmError(MilesError):
     """A Slurm command failed; the text is the command and its first line of complaint."""
+
+
+def is_away(error: MilesError) -> bool:
+    """Whether Slurm gave no answer, so that asking again later may help. The request may have arrived all the same."""
+    return isinstance(error, DeadlineExpired) or any(words in str(error).lower() for words in _AWAY)
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ class Slurm:
 
         Both options hold for all components of a het job (heterogeneous_jobs.html lists what carries over).
 
-        Raises UserError with sbatch's own words when it refuses the script.
+        Raises UserError with sbatch's own words when it refuses the script, SlurmError when slurmctld is away.
         """
         options = [f"--dependency={dependency}"] if dependency else []
         if exclude:  # sbatch refuses a name that the cluster doesn't have (any more)
@@ -243,6 +258,8 @@ class Slurm:
         try:
             return self._run("sbatch", *options, stdin=text)
         except SlurmError as error:
+            if is_away(error):
+                raise
             raise UserError(f"Slurm refused the job: {error}") from error
 
     def _locate(self, command: str) -> str:
