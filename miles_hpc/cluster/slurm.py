@@ -203,9 +203,16 @@ class Slurm:
         return [Step(id=i, name=name, nodes=nodes) for i, nodes, name in rows if i.rpartition(".")[2].isdigit()]
 
     def cancel(self, job_id: int, *, signal: str = "") -> None:
-        """End a job, all components with it; with `signal` only signal its batch script."""
+        """End a job, all components with it; with `signal` only signal its batch script.
+
+        A job that Slurm doesn't know (any more) has ended: nothing is done then.
+        """
         options = [f"--signal={signal}", "--batch"] if signal else []
-        self._run("scancel", *options, str(job_id))
+        try:
+            self._run("scancel", *options, str(job_id))
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):
+                raise
 
     def cancel_step(self, job_id: int, name: str, *, signal: str = "") -> list[str]:
         """End (or signal) every running step called `name`; returns their ids, empty when there is none."""

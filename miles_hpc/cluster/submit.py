@@ -26,6 +26,7 @@ from checkpoints.publish import publish_bytes
 from miles_hpc.cluster.chain import bad_nodes, is_cancelled, set_cancelled
 from miles_hpc.cluster.preflight import Scheduler
 from miles_hpc.cluster.slurm import ComponentState
+from miles_hpc.cluster.submission_lock import sole_submission
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.load import resolved_toml
@@ -167,24 +168,27 @@ def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler) -> int:
 
     Its first attempt is where the chain's count of allocations without progress begins; an earlier cancel is over. Both
     are on disk before sbatch is called, because the job may start before it returns; a refusal takes them back.
+    Raises UserError as `check_idle`, and while another process submits this run.
     """
-    exclude = [one.node for one in bad_nodes(paths)] if _may_exclude(paths) else []
-    before, cancelled = _job_file(paths), is_cancelled(paths)
-    first = 1 + max((int(p.name) for p in paths.attempts.glob("[0-9]*")), default=0)
-    _write_job_file(paths, before | {"first_attempt": first, "follow_up": None})
-    set_cancelled(paths, False)
-    try:
-        job_id = slurm.submit(paths.job_script, exclude=exclude)
-    except UserError:
-        set_cancelled(paths, cancelled)
-        if before:
-            _write_job_file(paths, before)
-        else:
-            paths.job.unlink()
-        raise
-    adopt_job(paths, job_id)
-    _write_job_file(paths, _job_file(paths) | {"submitted": _now()})
-    return job_id
+    with sole_submission(paths.submitting):
+        check_idle(paths, slurm)
+        exclude = [one.node for one in bad_nodes(paths)] if _may_exclude(paths) else []
+        before, cancelled = _job_file(paths), is_cancelled(paths)
+        first = 1 + max((int(p.name) for p in paths.attempts.glob("[0-9]*")), default=0)
+        _write_job_file(paths, before | {"first_attempt": first, "follow_up": None})
+        set_cancelled(paths, False)
+        try:
+            job_id = slurm.submit(paths.job_script, exclude=exclude)
+        except UserError:
+            set_cancelled(paths, cancelled)
+            if before:
+                _write_job_file(paths, before)
+            else:
+                paths.job.unlink()
+            raise
+        adopt_job(paths, job_id)
+        _write_job_file(paths, _job_file(paths) | {"submitted": _now()})
+        return job_id
 
 
 def submit_follow_up(paths: RunPaths, slurm: SubmittingScheduler, after: int, *, exclude: Sequence[str] = ()) -> int:

@@ -187,6 +187,7 @@ def test_what_must_not_start(tmp_path: Path) -> None:
     one = Allocation(tmp_path, make_site())
     set_cancelled(one.paths, True)
     assert one.begin()[1] == "the run was cancelled: 'miles-hpc resume' goes on"
+    one.slurm.finish(one.job, "CANCELLED")
     submit_prepared(one.paths, one.slurm)
     assert not is_cancelled(one.paths)
     few = Allocation(tmp_path / "2", make_site(), make_run("job.max_allocations=1"))

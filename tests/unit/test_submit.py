@@ -177,7 +177,7 @@ def test_a_follow_up_waits_takes_over_or_is_dropped(tmp_path: Path) -> None:
 
 def test_a_submission_by_hand_begins_a_new_chain(tmp_path: Path) -> None:
     slurm, paths = FakeSlurm(), prepared(tmp_path)
-    submit_prepared(paths, slurm)
+    slurm.finish(submit_prepared(paths, slurm), "TIMEOUT")
     for attempt in (1, 2):
         paths.attempt(attempt).mkdir()
     set_cancelled(paths, True)
@@ -207,6 +207,27 @@ def test_a_job_that_starts_before_sbatch_has_returned(tmp_path: Path) -> None:
     second = submit_prepared(paths, slurm)
     assert (read_job(paths), read_follow_up(paths), read_first_attempt(paths)) == (second, 22, 2)
     assert json.loads(paths.job.read_text())["previous"] == [1]
+
+
+def test_of_two_at_the_same_moment_one_is_refused(tmp_path: Path) -> None:
+    """Both have found the run idle; the second comes while sbatch works for the first, or right after it."""
+    paths = prepared(tmp_path)
+    refused = []
+
+    class Slow(FakeSlurm):
+        def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
+            try:
+                submit_prepared(paths, FakeSlurm())
+            except UserError as error:
+                refused.append(str(error))
+            return super().submit(script, dependency=dependency, exclude=exclude)
+
+    slurm = Slow()
+    first = submit_prepared(paths, slurm)
+    assert len(refused) == 1 and "another submission of this run is at work" in refused[0]
+    with pytest.raises(UserError, match=rf"job {first} of this run is PENDING"):
+        submit_prepared(paths, slurm)
+    assert len(slurm.submitted) == 1
 
 
 def test_a_refused_resume_leaves_everything_as_it_was(tmp_path: Path) -> None:
