@@ -179,13 +179,16 @@ def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler) -> int:
         set_cancelled(paths, False)
         try:
             job_id = slurm.submit(paths.job_script, exclude=exclude)
-        except UserError:
+        except UserError as error:
             set_cancelled(paths, cancelled)
             if before:
                 _write_job_file(paths, before)
             else:
                 paths.job.unlink()
-            raise
+            if not exclude:
+                raise
+            without = f"without {', '.join(exclude)}, which {paths.bad_nodes} lists: take those out that are well again"
+            raise UserError(f"{error} ({without})") from error
         adopt_job(paths, job_id)
         _write_job_file(paths, _job_file(paths) | {"submitted": _now()})
         return job_id

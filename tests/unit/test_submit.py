@@ -209,6 +209,14 @@ def test_a_job_that_starts_before_sbatch_has_returned(tmp_path: Path) -> None:
     assert json.loads(paths.job.read_text())["previous"] == [1]
 
 
+def test_a_resume_that_is_refused_for_its_bad_nodes_says_so(tmp_path: Path) -> None:
+    paths = prepared(tmp_path)
+    record_bad_nodes(paths, [BadNode(node="n7", reason="ECC", attempt=2, time=1.0)])
+    refusing = FakeSlurm(refusal="Requested node configuration is not available")
+    with pytest.raises(UserError, match=r"not available \(without n7, which .*bad_nodes\.json lists: take those out"):
+        submit_prepared(paths, refusing)
+
+
 def test_of_two_at_the_same_moment_one_is_refused(tmp_path: Path) -> None:
     """Both have found the run idle; the second comes while sbatch works for the first, or right after it."""
     paths = prepared(tmp_path)
