@@ -59,11 +59,13 @@ _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z/:_]*)=")
 
 
 #: What Slurm's commands say when slurmctld is away, or too busy to answer (slurm_errno.c); not a word about the job.
+#: The last one is `scontrol requeue`'s (seen with 22.05).
 _AWAY = (
     "unable to contact slurm controller",
     "socket timed out",
     "connect failure",
-    "communication connection failure",
+    "connection failure",
+    "unexpected message received",
 )
 
 
