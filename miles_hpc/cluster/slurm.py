@@ -31,6 +31,7 @@ __all__ = [
     "Slurm",
     "SlurmError",
     "Step",
+    "is_away",
     "parse_jobs",
     "parse_limits",
     "parse_records",
@@ -58,12 +59,28 @@ _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z/:_]*)=")
 
 
+#: What Slurm's commands say when slurmctld is away, or too busy to answer (slurm_errno.c); not a word about the job.
+#: The last one is `scontrol requeue`'s (seen with 22.05).
+_AWAY = (
+    "unable to contact slurm controller",
+    "socket timed out",
+    "connect failure",
+    "connection failure",
+    "unexpected message received",
+)
+
+
 class NoSlurm(UserError):
     """Slurm's commands aren't here, or know no cluster."""
 
 
 class SlurmError(MilesError):
     """A Slurm command failed; the text is the command and its first line of complaint."""
+
+
+def is_away(error: MilesError) -> bool:
+    """Whether Slurm gave no answer, so that asking again later may help. The request may have arrived all the same."""
+    return isinstance(error, DeadlineExpired) or any(words in str(error).lower() for words in _AWAY)
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,7 @@ class Slurm:
 
         Both options hold for all components of a het job (heterogeneous_jobs.html lists what carries over).
 
-        Raises UserError with sbatch's own words when it refuses the script.
+        Raises UserError with sbatch's own words when it refuses the script, SlurmError when slurmctld is away.
         """
         options = [f"--dependency={dependency}"] if dependency else []
         if exclude:  # sbatch refuses a name that the cluster doesn't have (any more)
@@ -193,9 +210,16 @@ class Slurm:
         return [Step(id=i, name=name, nodes=nodes) for i, nodes, name in rows if i.rpartition(".")[2].isdigit()]
 
     def cancel(self, job_id: int, *, signal: str = "") -> None:
-        """End a job, all components with it; with `signal` only signal its batch script."""
+        """End a job, all components with it; with `signal` only signal its batch script.
+
+        A job that Slurm doesn't know (any more) has ended: nothing is done then.
+        """
         options = [f"--signal={signal}", "--batch"] if signal else []
-        self._run("scancel", *options, str(job_id))
+        try:
+            self._run("scancel", *options, str(job_id))
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):
+                raise
 
     def cancel_step(self, job_id: int, name: str, *, signal: str = "") -> list[str]:
         """End (or signal) every running step called `name`; returns their ids, empty when there is none."""
@@ -248,6 +272,8 @@ class Slurm:
         try:
             return self._run("sbatch", *options, stdin=text)
         except SlurmError as error:
+            if is_away(error):
+                raise
             raise UserError(f"Slurm refused the job: {error}") from error
 
     def _locate(self, command: str) -> str:

@@ -192,12 +192,12 @@ def test_a_follow_up_job_where_requeue_is_not_allowed(launch: Launch) -> None:
         import sys
         from pathlib import Path
         from miles_hpc.cluster.slurm import Slurm
-        from miles_hpc.cluster.submit import adopt_follow_up, submit_follow_up
+        from miles_hpc.cluster.submit import adopt_job, submit_follow_up
         from miles_hpc.core import env
         from miles_hpc.core.paths import RunPaths
         paths, job_id = RunPaths(Path(sys.argv[1])), env.read("SLURM_JOB_ID")
         print("job", job_id, flush=True)
-        adopt_follow_up(paths, job_id)
+        adopt_job(paths, job_id)
         if not (paths.root / "chained").exists():
             (paths.root / "chained").touch()
             submit_follow_up(paths, Slurm(), job_id, exclude=["sandbox1", "gone9"])
