@@ -11,8 +11,9 @@ from miles_hpc.cluster.preflight import check_site
 from miles_hpc.cluster.site import matching_sites, site_folders
 from miles_hpc.cluster.site_facts import facts_toml, layouts_text, unknown_facts
 from miles_hpc.cluster.slurm import Slurm
-from miles_hpc.core import env
+from miles_hpc.core import env, exits
 from miles_hpc.core.config import SiteConfig
+from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_site, site_names
 
 __all__ = ["main"]
@@ -21,12 +22,12 @@ __all__ = ["main"]
 def main(args: argparse.Namespace) -> int:
     folders = site_folders()
     if args.action == "list":
-        sites = [load_site(name, folders) for name in sorted(site_names(folders))]
+        sites, broken = _readable()
         rows = [_row(site) for site in sites]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-        return 0
+        return exits.USER_ERROR if broken else 0
     if args.action == "detect":
         return _detect()
     site = load_site(args.site or str(env.read("MILES_HPC_SITE")), folders)
@@ -46,9 +47,20 @@ def main(args: argparse.Namespace) -> int:
     return 0 if all(finding.ok for finding in findings) else 1
 
 
+def _readable() -> tuple[list[SiteConfig], bool]:
+    """All sites, and whether one was left out: a user's broken file is told of, and the others are shown."""
+    folders, sites, broken = site_folders(), [], False
+    for name in sorted(site_names(folders)):
+        try:
+            sites.append(load_site(name, folders))
+        except UserError as error:
+            print(f"miles-hpc: left out: {error}", file=sys.stderr)
+            broken = True
+    return sites, broken
+
+
 def _detect() -> int:
-    folders = site_folders()
-    sites = [load_site(name, folders) for name in sorted(site_names(folders))]
+    sites, _ = _readable()
     host = socket.gethostname()
     found = matching_sites(sites, host, str(env.read("SLURM_CLUSTER_NAME")), os.environ)
     for name, evidence in found:

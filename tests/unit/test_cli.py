@@ -349,3 +349,16 @@ def test_a_dry_run_needs_no_slurm(
     assert re.search(r"^rollout +3 nodes", shown.err, re.MULTILINE)
     assert main(["submit", str(write_run(here)), "--site", "leonardo", *more]) == 2
     assert not (here / "runs").exists()
+
+
+def test_a_broken_site_file_hides_no_other(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = here / "sites"
+    own.mkdir()
+    (own / "bad.toml").write_text('name = "bad"\ninherits = "slurm_bx"\n')
+    monkeypatch.setenv("MILES_HPC_SITES", str(own))
+    assert main(["sites", "list"]) == 2
+    shown = capsys.readouterr()
+    assert re.search("^vista ", shown.out, re.MULTILINE)
+    assert shown.err.startswith("miles-hpc: left out: ") and "slurm_bx" in shown.err
