@@ -26,7 +26,8 @@ __all__ = [
     "with_env_set",
 ]
 
-#: A proxy is for the world outside: what a node asks of itself must not go there. Sites add their own networks in `env`.
+#: A proxy is for the world outside: what a node asks of itself must not go there. Sites add their own networks in
+#: `env`.
 _NO_PROXY = "localhost,127.0.0.1,::1"
 _PACKAGE = Path(__file__).resolve().parents[1]
 

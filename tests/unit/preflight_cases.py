@@ -258,6 +258,18 @@ CASES = [
     Case("nccl-net", "FAIL", "the site's fabric is ib", site=H100, environ=nccl_env("AWS Libfabric")),
     Case("nccl-net", "warn", "TCP instead of RDMA", site=H100, environ=nccl_env("Socket")),
     Case("nccl-net", "ok", "fabric ib", site=H100, environ=nccl_env("IB")),
+    # ---- cxi-settings
+    Case("cxi-settings", "ok", "nothing is set", site=perlmutter(NCCL_PROTO="^LL128")),
+    Case("cxi-settings", "ok", "nothing is set", site=perlmutter(NCCL_PROTO="LL,Simple", NCCL_MAX_NCHANNELS="20")),
+    Case("cxi-settings", "ok", "nothing is set", site=perlmutter(), run=ONE_NODE),
+    Case("cxi-settings", "skip", "no Slingshot", site=H100),
+    Case("cxi-settings", "warn", "NCCL_PROTO=(unset) lets", site=perlmutter()),
+    Case("cxi-settings", "warn", "NCCL_PROTO=LL128,Simple lets", site=perlmutter(NCCL_PROTO="LL128,Simple")),
+    Case("cxi-settings", "warn", "NCCL_PROTO=^LL lets", site=perlmutter(NCCL_PROTO="^LL")),
+    Case("cxi-settings", "warn", "NCCL_MAX_NCHANNELS=32", site=perlmutter(
+        NCCL_PROTO="Simple", NCCL_MAX_NCHANNELS="32")),
+    Case("cxi-settings", "FAIL", "memhooks", site=perlmutter(
+        NCCL_PROTO="Simple", FI_MR_CACHE_MONITOR="memhooks")),
     # ---- nccl-log
     Case("nccl-log", "ok", "moved data, up to 182 GB/s", logs(OFI_CXI, RESULT), PERLMUTTER),
     Case("nccl-log", "ok", "12 training steps", logs(OFI_CXI, steps=12), PERLMUTTER),
