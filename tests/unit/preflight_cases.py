@@ -11,6 +11,7 @@ import msgspec
 
 from miles_hpc.cluster.preflight.contract import Context
 from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.site import SiteEnvSet
 from tests.fakes.fake_machine import HANGS, FakeMachine, place
 from tests.unit.runs import make_gpu_run, make_run, make_site
 
@@ -270,6 +271,8 @@ CASES = [
         NCCL_PROTO="Simple", NCCL_MAX_NCHANNELS="32")),
     Case("cxi-settings", "FAIL", "memhooks", site=perlmutter(
         NCCL_PROTO="Simple", FI_MR_CACHE_MONITOR="memhooks")),
+    Case("cxi-settings", "FAIL", "FI_MR_CACHE_MONITOR=memhooks", site=site_with(
+        "frontier", env_sets=[SiteEnvSet(name="old", env={"FI_MR_CACHE_MONITOR": "memhooks"})], env_set="old")),
     # ---- nccl-log
     Case("nccl-log", "ok", "moved data, up to 182 GB/s", logs(OFI_CXI, RESULT), PERLMUTTER),
     Case("nccl-log", "ok", "12 training steps", logs(OFI_CXI, steps=12), PERLMUTTER),
