@@ -33,7 +33,7 @@ FABRIC_REPORTS = (
             "tests/unit/test_preflight_parse.py::test_choosing_as_nccl_does",
             "tests/unit/test_preflight_parse.py::test_choosing_ports_of_adapters",
         ),
-        not_yet="a start with the other form when NCCL refuses the first: the doctor reads both, a run tries what is set",
+        not_yet="another start with the other form when NCCL refuses the first: the doctor reads both",
     ),
     Report(
         "44",
@@ -119,7 +119,7 @@ FABRIC_REPORTS = (
         "GPUs that are bound to tasks hide the peers' from each other",
         (
             f"{_FABRIC}::test_tasks_of_a_node_see_all_its_gpus_unless_the_site_wants_otherwise",
-            f"{_FABRIC}::test_a_rank_takes_its_own_device_or_the_only_one_that_it_sees",
+            "tests/unit/test_trainer_model.py::test_a_rank_takes_its_own_device_or_the_only_one_that_it_sees",
             "tests/unit/test_request_forms.py::test_a_role_at_a_site[clariden-trainer]",
             "tests/unit/test_request_forms.py::test_a_role_at_a_site[perlmutter-trainer]",
         ),

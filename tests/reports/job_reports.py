@@ -298,7 +298,7 @@ JOB_REPORTS = (
             f"{_CHECK}[mpi-FAIL-no --mpi=pmix_v3: it has pmi2,]",
             "tests/slurm/test_doctor.py::test_an_mpi_plugin_that_is_not_there",
         ),
-        not_ours="another plug-in is named and not taken by itself: which one fits depends on the MPI that is installed",
+        not_ours="another plug-in is named and not taken by itself: which one fits is up to the installed MPI",
     ),
     Report(
         "39",
