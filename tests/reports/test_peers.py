@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.journal import BatchFormed, GroupSetAside, JournalWriter, StepDone, TermStarted, read_journals
+from checkpoints.journal import GroupSetAside, JournalWriter, StepDone, TermStarted, read_journals
 from checkpoints.manifest import (
     Counters,
     JournalPosition,
@@ -24,8 +24,8 @@ from miles_hpc.core.load import validate
 from miles_hpc.core.messages import RestartHost
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import WeightVersion
-from miles_hpc.dataflow.buffer import GroupState, owned_record
-from tests.unit.groups import summary
+from miles_hpc.dataflow.buffer import GroupState
+from miles_hpc.dataflow.source import PromptSource
 from tests.unit.runs import make_run, make_site
 from tests.unit.test_buffer import TERM, buffer, own
 from tests.unit.test_supervisor_steps import WAIT_S, Starter, opened, tell
@@ -70,15 +70,15 @@ def test_a_host_that_is_lost_is_asked_for_once(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def manifest(step: int, offset: int = 0, **counters: object) -> Manifest:
+def manifest(step: int, term: int = 1, offset: int = 0, **counters: object) -> Manifest:
     return Manifest(
         run="r",
-        term=1,
+        term=term,
         step=step,
         attempt=1,
-        lineage=extend_lineage((), 1, step),
+        lineage=extend_lineage((), term, step),
         counters=Counters(**{"next_group_id": 0, **counters}),  # type: ignore[arg-type]
-        journal=JournalPosition(term=1, offset=offset),
+        journal=JournalPosition(term=term, offset=offset),
         files={},
     )
 
@@ -115,15 +115,28 @@ def test_one_group_that_never_ends_holds_up_no_batch() -> None:
 
 
 def test_a_group_that_was_set_aside_is_not_drawn_again_after_a_restart(tmp_path: Path) -> None:
-    """Nor is one that waits for a host forgotten."""
+    """Nor is one that was on its way forgotten."""
     paths = RunPaths(tmp_path)
-    with JournalWriter.create(paths.journal, TermStarted(term=1, attempt=1)) as journal:
-        journal.append(*(owned_record(summary(g, 0, WeightVersion(1, 0))) for g in (0, 1)))
-        journal.append(GroupSetAside(group_id=2, reason="environment"))
-        journal.append(BatchFormed(step=1, group_ids=(0, 1), staleness=(0, 0)), StepDone(step=1, version=(1, 1)))
-        saved = manifest(1, journal.offset, next_group_id=4, pending=(3,))
-    plan = plan_start((paths.checkpoint(1, 1), saved), read_journals(paths.journal), reuse=True)
-    assert (plan.next_group_id, plan.pending, plan.owned) == (4, (3,), ())
+    b, source = buffer(batch_groups=2), PromptSource()
+    with JournalWriter.create(paths.journal, TermStarted(term=TERM, attempt=1)) as journal:
+        for group_id in source.take(4):
+            if group_id < 2:
+                journal.append(*own(b, group_id, 0))
+            else:
+                b.admit(group_id)
+        for attempt in range(2):  # one member of it is stuck each time
+            assert b.start(2, "h1") == attempt
+            records = b.fail(2, attempt, "stuck")
+        assert records == (GroupSetAside(group_id=2, reason="stuck"),)
+        batch, formed = b.form_batch(WeightVersion(TERM, 0))
+        assert batch is not None
+        journal.append(*records, *formed, StepDone(step=1, version=(TERM, 1)))
+        b.trained(1)
+        pending = b.pending_ids(1)
+        saved = manifest(1, TERM, journal.offset, next_group_id=source.next_group_id, pending=pending)
+    plan = plan_start((paths.checkpoint(TERM, 1), saved), read_journals(paths.journal), reuse=True)
+    assert plan.pending == (3,)
+    assert PromptSource.resumed(plan.next_group_id, plan.pending).take(3) == (3, 4, 5)
 
 
 def test_depth_and_staleness_are_two_settings() -> None:
