@@ -11,6 +11,7 @@ batch host that loses power hands in nothing.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,9 +129,16 @@ def record_start(paths: RunPaths, start: AttemptStart) -> None:
 
 
 def record_outcome(paths: RunPaths, attempt: int, outcome: str, reason: str) -> None:
-    """Say how an attempt ended: completed, continue, failed, fenced, or stopped (no next one; the reason says why)."""
+    """Say how an attempt ended: completed, continue, failed, fenced, or stopped (no next one; the reason says why).
+
+    Where it can't be written (a full file system), it is printed: what comes after an attempt doesn't depend on it.
+    """
     record = {"attempt": attempt, "outcome": outcome, "reason": reason, "time": time.time()}
-    publish_bytes(paths.outcome(attempt), msgspec.json.encode(record))
+    try:
+        publish_bytes(paths.outcome(attempt), msgspec.json.encode(record))
+    except OSError as error:
+        told = f"{outcome}: {reason}" if reason else outcome
+        print(f"supervisor: {error}: the outcome of attempt {attempt} is {told}", file=sys.stderr, flush=True)
 
 
 def read_starts(paths: RunPaths) -> list[AttemptStart]:

@@ -175,8 +175,9 @@ class JobSummary:
         saved = f"{self.signal_s} s before the time limit Slurm gives notice and state is saved"
         if self.max_allocations == 1:
             return f"{saved}; there is no next allocation (job.max_allocations = 1)"
-        then = "the job requeues itself under its id" if self.requeues else "a follow-up job is submitted"
-        return f"{saved}; while steps are left, {then}"
+        if self.requeues:
+            return f"{saved}; while steps are left, the job requeues itself under its id"
+        return f"{saved}; a follow-up job, queued when this one starts, goes on while steps are left"
 
 
 def summarise_job(run: RunConfig, site: SiteConfig, plan: JobPlan, paths: RunPaths, *, continues: bool) -> JobSummary:

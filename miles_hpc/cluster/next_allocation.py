@@ -1,10 +1,23 @@
-"""What the supervisor does about the next allocation: at the start of this one, and at its end."""
+"""What the supervisor does about the next allocation: at the start of this one, and at its end.
+
+| what goes wrong | what is done |
+|---|---|
+| at the start no follow-up can be handed in | the allocation is used, and it is asked for again at the end |
+| slurmctld is away at the end | asked again for `_PATIENCE_S` |
+| sbatch refuses to leave the bad nodes out | handed in with them |
+| the owner cancelled the run between question and answer | the follow-up is taken out again |
+| a follow-up that was noted is gone | another one; after the owner's scancel none |
+
+An end of the chain is always said: on the batch script's output, and in outcome.json.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from miles_hpc.cluster.chain import (
     AttemptStart,
@@ -19,9 +32,9 @@ from miles_hpc.cluster.chain import (
     record_start,
 )
 from miles_hpc.cluster.lifecycle import cause_of_end
-from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.cluster.slurm import Slurm, is_away
 from miles_hpc.cluster.submit import (
-    adopt_follow_up,
+    adopt_job,
     drop_follow_up,
     read_first_attempt,
     read_follow_up,
@@ -29,6 +42,7 @@ from miles_hpc.cluster.submit import (
 )
 from miles_hpc.core import env, exits
 from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.paths import RunPaths
 
@@ -36,14 +50,29 @@ __all__ = ["Chain"]
 
 #: Causes after which Slurm puts a job back into the queue by itself, when that may be requeued.
 _SLURM_REQUEUES = ("NODE FAILURE", "PREEMPTION", "JOB REQUEUE")
+#: How long the end of an allocation waits for a slurmctld that is away: a restart or a fail-over takes minutes.
+_PATIENCE_S = 300.0
+_ASK_AGAIN_S = 5.0
+
+T = TypeVar("T")
 
 
 class Chain:
     """This allocation's place in the run's chain. See cluster/chain.py for when it goes on."""
 
     def __init__(
-        self, run: RunConfig, site: SiteConfig, paths: RunPaths, slurm: Slurm, job_id: int, attempt: int
+        self,
+        run: RunConfig,
+        site: SiteConfig,
+        paths: RunPaths,
+        slurm: Slurm,
+        job_id: int,
+        attempt: int,
+        *,
+        patience_s: float = _PATIENCE_S,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """Reads job.json. `patience_s` bounds how long `next` waits for a Slurm that is away."""
         self._run = run
         self._site = site
         self._paths = paths
@@ -55,11 +84,14 @@ class Chain:
         self._output_before = self._output.stat().st_size if self._output.is_file() else 0
         self._wanted = True  # whether there is to be a next allocation
         self._requeued = False  # by Slurm, after a lost node or a preemption
+        self._excluded: list[str] = []  # what the follow-up that waits was told to leave out
+        self._patience_s = patience_s
+        self._sleep = sleep
 
     def begin(self) -> str:
         """Record the start and hand in the follow-up where jobs aren't requeued; returns why this mustn't start."""
         progress = progress_of(self._paths)
-        adopt_follow_up(self._paths, self._job_id)
+        adopt_job(self._paths, self._job_id)
         cancelled = is_cancelled(self._paths)
         before = decide(
             self._run.job,
@@ -84,7 +116,10 @@ class Chain:
         # One may wait already, when this supervisor takes over from one that was killed.
         waits = self._site.requeue or read_follow_up(self._paths) is not None
         if not waits and self._attempt < self._run.job.max_allocations:
-            self._hand_in()
+            try:
+                self._hand_in()
+            except MilesError as error:
+                print(f"supervisor: {error}: no follow-up yet, asked again at the end", file=sys.stderr, flush=True)
         return ""
 
     def end_time(self) -> float | None:
@@ -132,30 +167,100 @@ class Chain:
 
     def next(self) -> None:
         """Requeue this job, let the follow-up come, or take it out of the queue."""
-        if not self._wanted:
-            drop_follow_up(self._paths, self._slurm)
-            return
-        if self._requeued:
-            return
-        if not self._site.requeue:
-            if bad_nodes(self._paths):  # it was handed in before they were known
-                drop_follow_up(self._paths, self._slurm)
-                self._hand_in()
-            return
-        if bad_nodes(self._paths) and self._site.sbatch.exclude_allowed is not False:
-            self._hand_in()  # a requeued job can't be told of nodes to leave out
-            return
+        if self._wanted and self._called_off():
+            self._stop("the job was cancelled")
         try:
-            self._slurm.requeue(self._job_id)  # Slurm ends this script now
+            if not self._wanted:
+                self._insist(lambda: drop_follow_up(self._paths, self._slurm))
+            elif not self._requeued:
+                self._ask()
         except MilesError as error:
-            print(f"supervisor: {error}: handing in a follow-up job instead", file=sys.stderr, flush=True)
-            self._hand_in()
+            if self._wanted:
+                self._stop(f"{error}: 'miles-hpc resume' goes on")
+            else:
+                print(f"supervisor: {error}: the follow-up is still queued", file=sys.stderr, flush=True)
+
+    def _ask(self) -> None:
+        """Ask Slurm for the next allocation. Raises MilesError when there is none to be had."""
+        exclude = self._left_out()
+        if not self._site.requeue:
+            follower = read_follow_up(self._paths)
+            state = "" if follower is None else self._state(follower)
+            if state == "CANCELLED":
+                self._stop(f"its job {follower} was cancelled")
+            elif state in ("", "ended") or set(exclude) - set(self._excluded):  # those weren't known at the start
+                self._insist(self._hand_in)
+                if follower is not None and state == "queued":
+                    self._slurm.cancel(follower)
+            return
+        if not exclude:  # a requeued job can't be told of nodes to leave out
+            try:
+                self._insist(lambda: self._slurm.requeue(self._job_id))  # Slurm ends this script now
+                return
+            except MilesError as error:
+                print(f"supervisor: {error}: handing in a follow-up job instead", file=sys.stderr, flush=True)
+        self._insist(self._hand_in)
+
+    def _insist(self, request: Callable[[], T]) -> T:
+        """Make a request; again and again while Slurm is away. Raises its error when patience is at its end."""
+        deadline, told = Deadline(self._patience_s, "Slurm's answer"), False
+        while True:
+            try:
+                return request()
+            except MilesError as error:
+                if not is_away(error) or deadline.expired or (self._wanted and self._called_off()):
+                    raise
+                if not told:
+                    again = f"asking again for up to {self._patience_s:.0f} s"
+                    print(f"supervisor: {error}: {again}", file=sys.stderr, flush=True)
+                told = True
+            self._sleep(_ASK_AGAIN_S)
 
     def _hand_in(self) -> None:
-        exclude = [] if self._site.sbatch.exclude_allowed is False else [one.node for one in bad_nodes(self._paths)]
-        follower = submit_follow_up(self._paths, self._slurm, self._job_id, exclude=exclude)
+        exclude = self._left_out()
+        try:
+            try:
+                follower = submit_follow_up(self._paths, self._slurm, self._job_id, exclude=exclude)
+            except UserError as error:
+                if not exclude:
+                    raise
+                # Too few nodes are left, say; a job with a doubtful node is better than none.
+                print(f"supervisor: {error}: handing it in without --exclude", file=sys.stderr, flush=True)
+                exclude = []
+                follower = submit_follow_up(self._paths, self._slurm, self._job_id)
+        except OSError as error:
+            print(f"supervisor: {error}: the next allocation is queued but not noted", file=sys.stderr, flush=True)
+            return
+        self._excluded = exclude
+        if is_cancelled(self._paths):  # the owner came in between, and saw no follow-up yet
+            self._slurm.cancel(follower)
+            return
         without = f", without {', '.join(exclude)}" if exclude else ""
         print(f"supervisor: next allocation is job {follower}{without}", flush=True)
+
+    def _left_out(self) -> list[str]:
+        """Nodes that the next allocation is to do without, where the site lets a job say so."""
+        if self._site.sbatch.exclude_allowed is False:
+            return []
+        try:
+            return [one.node for one in bad_nodes(self._paths)]
+        except (UserError, OSError) as error:
+            print(f"supervisor: {error}: no node is left out", file=sys.stderr, flush=True)
+            return []
+
+    def _state(self, follower: int) -> str:
+        """ "queued", "ended" or "CANCELLED"; "queued" where Slurm doesn't say."""
+        try:
+            found = self._slurm.components(follower)
+        except MilesError:
+            return "queued"
+        if any(component.active for component in found):
+            return "queued"
+        return "CANCELLED" if any(component.state == "CANCELLED" for component in found) else "ended"
+
+    def _called_off(self) -> bool:
+        """Whether the owner has ended the chain or this job."""
+        return is_cancelled(self._paths) or self._cause() == ""
 
     def _stop(self, why: str) -> None:
         self._wanted = False

@@ -26,8 +26,7 @@ __all__ = [
     "with_env_set",
 ]
 
-#: A proxy is for the world outside: what a node asks of itself must not go there. Sites add their own networks in
-#: `env`.
+#: A proxy is for the world outside, not for what a node asks of itself. Sites add their own networks in `env`.
 _NO_PROXY = "localhost,127.0.0.1,::1"
 _PACKAGE = Path(__file__).resolve().parents[1]
 

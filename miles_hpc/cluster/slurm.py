@@ -26,10 +26,12 @@ from miles_hpc.core.walltime import parse_time
 __all__ = [
     "ACTIVE_STATES",
     "ComponentState",
+    "NoSlurm",
     "PartitionLimits",
     "Slurm",
     "SlurmError",
     "Step",
+    "is_away",
     "parse_jobs",
     "parse_limits",
     "parse_records",
@@ -57,8 +59,28 @@ _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z/:_]*)=")
 
 
+#: What Slurm's commands say when slurmctld is away, or too busy to answer (slurm_errno.c); not a word about the job.
+#: The last one is `scontrol requeue`'s (seen with 22.05).
+_AWAY = (
+    "unable to contact slurm controller",
+    "socket timed out",
+    "connect failure",
+    "connection failure",
+    "unexpected message received",
+)
+
+
+class NoSlurm(UserError):
+    """Slurm's commands aren't here, or know no cluster."""
+
+
 class SlurmError(MilesError):
     """A Slurm command failed; the text is the command and its first line of complaint."""
+
+
+def is_away(error: MilesError) -> bool:
+    """Whether Slurm gave no answer, so that asking again later may help. The request may have arrived all the same."""
+    return isinstance(error, DeadlineExpired) or any(words in str(error).lower() for words in _AWAY)
 
 
 @dataclass(frozen=True)
@@ -120,9 +142,12 @@ class Slurm:
 
         Both options hold for all components of a het job (heterogeneous_jobs.html lists what carries over).
 
-        Raises UserError with sbatch's own words when it refuses the script.
+        Raises UserError with sbatch's own words when it refuses the script, SlurmError when slurmctld is away.
         """
         options = [f"--dependency={dependency}"] if dependency else []
+        if exclude:  # sbatch refuses a name that the cluster doesn't have (any more)
+            known = set(self._run("sinfo", "--noheader", "--Node", "--format=%N").split())
+            exclude = [name for name in exclude if name in known]
         options += [f"--exclude={compress(exclude)}"] if exclude else []
         answer = self._sbatch(script, "--parsable", *options)
         found = re.match(r"(\d+)", answer)  # "123" or "123;cluster"
@@ -185,9 +210,16 @@ class Slurm:
         return [Step(id=i, name=name, nodes=nodes) for i, nodes, name in rows if i.rpartition(".")[2].isdigit()]
 
     def cancel(self, job_id: int, *, signal: str = "") -> None:
-        """End a job, all components with it; with `signal` only signal its batch script."""
+        """End a job, all components with it; with `signal` only signal its batch script.
+
+        A job that Slurm doesn't know (any more) has ended: nothing is done then.
+        """
         options = [f"--signal={signal}", "--batch"] if signal else []
-        self._run("scancel", *options, str(job_id))
+        try:
+            self._run("scancel", *options, str(job_id))
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):
+                raise
 
     def cancel_step(self, job_id: int, name: str, *, signal: str = "") -> list[str]:
         """End (or signal) every running step called `name`; returns their ids, empty when there is none."""
@@ -240,12 +272,14 @@ class Slurm:
         try:
             return self._run("sbatch", *options, stdin=text)
         except SlurmError as error:
+            if is_away(error):
+                raise
             raise UserError(f"Slurm refused the job: {error}") from error
 
     def _locate(self, command: str) -> str:
         path = shutil.which(command, path=self._environ.get("PATH", ""))
         if path is None:
-            raise UserError(
+            raise NoSlurm(
                 f"no Slurm on this machine: '{command}' is not on PATH: run this on a login node of the cluster, "
                 "or use 'miles-hpc local'"
             )
@@ -270,7 +304,7 @@ class Slurm:
             complaint = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
             text = complaint[0] if complaint else f"exit code {done.returncode}"
             if "configuration source" in done.stderr:
-                raise UserError(f"no Slurm on this machine: {shown}: {text}: set SLURM_CONF, or use 'miles-hpc local'")
+                raise NoSlurm(f"no Slurm on this machine: {shown}: {text}: set SLURM_CONF, or use 'miles-hpc local'")
             raise SlurmError(f"{shown}: {text}")
         return done.stdout
 

@@ -23,21 +23,23 @@ from typing import Any, Protocol
 import msgspec
 
 from checkpoints.publish import publish_bytes
-from miles_hpc.cluster.chain import bad_nodes, set_cancelled
+from miles_hpc.cluster.chain import bad_nodes, is_cancelled, set_cancelled
 from miles_hpc.cluster.preflight import Scheduler
 from miles_hpc.cluster.slurm import ComponentState
+from miles_hpc.cluster.submission_lock import sole_submission
 from miles_hpc.core.config import RunConfig, SiteConfig
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.load import resolved_toml
 from miles_hpc.core.paths import RunPaths
 
 __all__ = [
     "SubmittingScheduler",
-    "adopt_follow_up",
+    "adopt_job",
     "check_idle",
     "check_owner",
     "config_digest",
     "drop_follow_up",
+    "job_before",
     "prepare",
     "read_first_attempt",
     "read_follow_up",
@@ -61,6 +63,8 @@ _MAY_CHANGE = (
     "groups.sandbox",
     "rollout.n_steps",
 )
+
+_JOB_FILE_WAY_OUT = "mend it, or remove it when no job of this run is queued any more"
 
 
 class SubmittingScheduler(Scheduler, Protocol):
@@ -162,30 +166,69 @@ def prepare(
 def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler) -> int:
     """Submit job.sbatch of a prepared directory and note the job in job.json. Returns the leader's id.
 
-    Its first attempt is where the chain's count of allocations without progress begins; an earlier cancel is over.
+    Its first attempt is where the chain's count of allocations without progress begins; an earlier cancel is over. Both
+    are on disk before sbatch is called, because the job may start before it returns; a refusal takes them back.
+    Raises UserError as `check_idle`, and while another process submits this run.
     """
-    exclude = [one.node for one in bad_nodes(paths)] if _may_exclude(paths) else []
-    job_id = slurm.submit(paths.job_script, exclude=exclude)
-    set_cancelled(paths, False)
-    note = _job_file(paths)
-    note |= {"job_id": job_id, "submitted": _now(), "previous": _with_earlier(note), "follow_up": None}
-    note["first_attempt"] = 1 + max((int(p.name) for p in paths.attempts.glob("[0-9]*")), default=0)
-    _write_job_file(paths, note)
-    return job_id
+    with sole_submission(paths.submitting):
+        check_idle(paths, slurm)
+        exclude = [one.node for one in bad_nodes(paths)] if _may_exclude(paths) else []
+        before, cancelled = _job_file(paths), is_cancelled(paths)
+        first = 1 + max((int(p.name) for p in paths.attempts.glob("[0-9]*")), default=0)
+        _write_job_file(paths, before | {"first_attempt": first, "follow_up": None})
+        set_cancelled(paths, False)
+        try:
+            job_id = slurm.submit(paths.job_script, exclude=exclude)
+        except UserError as error:
+            set_cancelled(paths, cancelled)
+            if before:
+                _write_job_file(paths, before)
+            else:
+                paths.job.unlink()
+            if not exclude:
+                raise
+            without = f"without {', '.join(exclude)}, which {paths.bad_nodes} lists: take those out that are well again"
+            raise UserError(f"{error} ({without})") from error
+        adopt_job(paths, job_id)
+        _write_job_file(paths, _job_file(paths) | {"submitted": _now()})
+        return job_id
 
 
 def submit_follow_up(paths: RunPaths, slurm: SubmittingScheduler, after: int, *, exclude: Sequence[str] = ()) -> int:
-    """Queue the job that continues the run when job `after` has ended, however it ended. Returns its leader's id."""
+    """Queue the job that continues the run when job `after` has ended, however it ended. Returns its leader's id.
+
+    Raises OSError when it is queued and can't be noted: it notes itself when its turn comes.
+    """
+    _job_file(paths)  # what can't be read is known before anything is queued
     job_id = slurm.submit(paths.job_script, dependency=f"afterany:{after}", exclude=exclude)
     _write_job_file(paths, _job_file(paths) | {"follow_up": job_id})
     return job_id
 
 
-def adopt_follow_up(paths: RunPaths, job_id: int) -> None:
-    """Called by the job itself: when it was the follow-up, it is the run's job now."""
+def adopt_job(paths: RunPaths, job_id: int) -> None:
+    """Make this the run's job: the follow-up when its turn comes, and one whose submitter died before noting it."""
     note = _job_file(paths)
-    if note.get("follow_up") == job_id:
+    if note.get("job_id") != job_id:
         _write_job_file(paths, note | {"job_id": job_id, "previous": _with_earlier(note), "follow_up": None})
+
+
+def job_before(paths: RunPaths, slurm: SubmittingScheduler, job_id: int) -> int | None:
+    """The job that has this run already, when `job_id` is one too many; None when it may go on.
+
+    That happens to a job that nobody noted: its submitter was killed right after sbatch, sbatch got no answer and was
+    asked again, or job.json was overwritten. It may go on when the noted ones have ended. Without Slurm's word it goes
+    on too, and fences what it finds.
+    """
+    noted = [job for job in (read_job(paths), read_follow_up(paths)) if job is not None]
+    if job_id in noted:
+        return None
+    for job in noted:
+        try:
+            if any(c.active and c.state != "COMPLETING" for c in slurm.components(job)):
+                return job
+        except MilesError:
+            continue
+    return None
 
 
 def drop_follow_up(paths: RunPaths, slurm: SubmittingScheduler) -> int | None:
@@ -195,7 +238,7 @@ def drop_follow_up(paths: RunPaths, slurm: SubmittingScheduler) -> int | None:
     if not isinstance(follower, int):
         return None
     slurm.cancel(follower)
-    _write_job_file(paths, note | {"follow_up": None})
+    _write_job_file(paths, _job_file(paths) | {"follow_up": None})
     return follower
 
 
@@ -243,9 +286,11 @@ def _job_file(paths: RunPaths) -> dict[str, Any]:
         note = json.loads(paths.job.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{paths.job}: expected JSON: {error}") from error
-    return note if isinstance(note, dict) else {}
+    except (ValueError, OSError) as error:
+        raise UserError(f"{paths.job}: can't be read ({error}): {_JOB_FILE_WAY_OUT}") from error
+    if not isinstance(note, dict):
+        raise UserError(f"{paths.job}: expected a JSON object, seen {str(note)[:40]!r}: {_JOB_FILE_WAY_OUT}")
+    return note
 
 
 def _claim(run: RunConfig, paths: RunPaths) -> None:

@@ -132,14 +132,18 @@ class Supervisor:
                 await self._controller.end(_END_GRACE_S + self._save_s)
                 return self._failed.result()
             code = ended.result()
-            if self._ending or code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
+            if code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
                 return code, self._controller.log_tail().strip().rpartition("\n")[2] if code == exits.USER_ERROR else ""
+            if self._ending:  # by the signal itself, say, when that came while it was starting
+                return exits.FAILED, ""
             evidence = f"controller ended with {code}"
             self._events.verdict("lost", peer="controller", evidence=evidence, log_tail=self._controller.log_tail())
             self._restarts["controller"] += 1
             if self._restarts["controller"] > self._run.control.max_role_restarts:
                 return exits.FAILED, f"{evidence}, after {self._restarts['controller']} starts"
             await asyncio.sleep(_RESTART_PAUSE_S)
+            if self.terminated:  # meanwhile, and nobody would tell the next one
+                return exits.FAILED, ""
 
     def _start_controller(self) -> ChildProcess:
         command = [role_python(self._run, self._starter.site, "controller"), "-P", "-m", "launchers.controller"]

@@ -89,6 +89,11 @@ class RunPaths:
         return self.attempt(attempt) / "start.json"
 
     @property
+    def submitting(self) -> Path:
+        """There while a process submits this run."""
+        return self.root / "submitting"
+
+    @property
     def cancelled(self) -> Path:
         """There while the run's owner wants nothing more to start."""
         return self.root / "cancelled"

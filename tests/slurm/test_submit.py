@@ -141,7 +141,7 @@ def test_the_batch_script_forwards_signals_and_keeps_the_exit_code(launch: Launc
         import signal, sys, time
         from pathlib import Path
         seen = []
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda n, frame: seen.append(signal.Signals(n).name))
         print("ready", flush=True)
         end = time.monotonic() + 100
@@ -157,12 +157,12 @@ def test_the_batch_script_forwards_signals_and_keeps_the_exit_code(launch: Launc
     """
     job_id = launch.submit(program)
     until(lambda: "ready" in launch.output(), "the supervisor to start", 90.0)
-    launch.slurm.cancel(job_id, signal="USR1")
-    until(lambda: "SIGUSR1" in launch.output(), "the supervisor to see USR1", 60.0)
-    launch.slurm.cancel(job_id, signal="USR1")
-    until(lambda: "SIGUSR1 SIGUSR1" in launch.output(), "the supervisor to see USR1 again", 60.0)
+    launch.slurm.cancel(job_id, signal="USR2")
+    until(lambda: "SIGUSR2" in launch.output(), "the supervisor to see USR2", 60.0)
+    launch.slurm.cancel(job_id, signal="USR2")
+    until(lambda: "SIGUSR2 SIGUSR2" in launch.output(), "the supervisor to see USR2 again", 60.0)
     launch.slurm.cancel(job_id, signal="TERM")
-    until(lambda: "end SIGUSR1 SIGUSR1 SIGTERM" in launch.output(), "the supervisor to end", 60.0)
+    until(lambda: "end SIGUSR2 SIGUSR2 SIGTERM" in launch.output(), "the supervisor to end", 60.0)
     until(lambda: launch.slurm.components(job_id)[0].state == "FAILED", "the job to end", 60.0)
     assert launch.slurm.components(job_id)[0].exit_code == "7:0"
 
@@ -192,19 +192,20 @@ def test_a_follow_up_job_where_requeue_is_not_allowed(launch: Launch) -> None:
         import sys
         from pathlib import Path
         from miles_hpc.cluster.slurm import Slurm
-        from miles_hpc.cluster.submit import submit_prepared
+        from miles_hpc.cluster.submit import adopt_job, submit_follow_up
         from miles_hpc.core import env
         from miles_hpc.core.paths import RunPaths
         paths, job_id = RunPaths(Path(sys.argv[1])), env.read("SLURM_JOB_ID")
         print("job", job_id, flush=True)
+        adopt_job(paths, job_id)
         if not (paths.root / "chained").exists():
             (paths.root / "chained").touch()
-            submit_prepared(paths, Slurm(), dependency=f"afterany:{job_id}")
+            submit_follow_up(paths, Slurm(), job_id, exclude=["sandbox1", "gone9"])
     """
     site = launch.folder / "chained.toml"
     text = (Path(__file__).parents[2] / "site_configs" / "slurm_box.toml").read_text()
     site.write_text(text.replace('"slurm_box"', '"chained"').replace("requeue = true", "requeue = false"))
-    first = launch.submit(program, "--site", str(site), "--set", "groups.sandbox.nodes=0")
+    first = launch.submit(program, "--site", str(site))
     until(lambda: read_job(launch.paths) not in (None, first), f"the follow-up: {launch.output()}", 90.0)
     second = read_job(launch.paths)
     assert second is not None
@@ -212,7 +213,11 @@ def test_a_follow_up_job_where_requeue_is_not_allowed(launch: Launch) -> None:
     launch.wait(second, "COMPLETED")
     assert json.loads(launch.paths.job.read_text())["previous"] == [first]
     assert sorted(launch.output().split("\n")) == ["", f"job {first}", f"job {second}"]
-    assert [component.name for component in launch.slurm.components(second)] == ["tiny-trainer", "tiny-rollout"]
+    components = launch.slurm.components(second)
+    assert [component.name for component in components] == ["tiny-trainer", "tiny-rollout", "tiny-sandbox"]
+    assert (
+        components[2].nodes == "sandbox2"
+    )  # --exclude holds for every component, and unknown names are no reason to fail
 
 
 @pytest.mark.mpi
@@ -222,9 +227,9 @@ def test_the_trainers_step_is_one_mpi_world(launch: Launch) -> None:
         import os, subprocess, sys
         from pathlib import Path
         from miles_hpc.core.load import load_prepared
-        from miles_hpc.cluster.placement import role_srun_args, step_environ
+        from miles_hpc.cluster.placement import place, role_srun_args, step_environ
         run, site = load_prepared(Path(sys.argv[1]))
-        args = role_srun_args(run, site, "trainer", name="world", environ=os.environ)
+        args = role_srun_args(run, site, "trainer", name="world", placement=place(run, site, os.environ))
         code = "from mpi4py import MPI; w = MPI.COMM_WORLD; print('sum', w.allreduce(w.rank), 'of', w.size, flush=True)"
         sys.exit(subprocess.run([*args, sys.executable, "-P", "-c", code], env=step_environ(os.environ)).returncode)
     """

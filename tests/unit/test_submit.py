@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from miles_hpc.cluster.chain import BadNode, is_cancelled, record_bad_nodes, set_cancelled
 from miles_hpc.cluster.submit import (
-    adopt_follow_up,
+    adopt_job,
     check_idle,
     check_owner,
     config_digest,
@@ -163,9 +164,9 @@ def test_a_follow_up_waits_takes_over_or_is_dropped(tmp_path: Path) -> None:
     slurm.finish(first, "NODE_FAIL")
     with pytest.raises(UserError, match=rf"job {follower} of this run is PENDING"):  # a resume by hand has to wait
         check_idle(paths, slurm)
-    adopt_follow_up(paths, first)  # the first job was requeued: it is no follow-up
+    adopt_job(paths, first)  # the first job was requeued: it is no follow-up
     assert read_job(paths) == first
-    adopt_follow_up(paths, follower)
+    adopt_job(paths, follower)
     assert (read_job(paths), read_follow_up(paths)) == (follower, None)
     assert json.loads(paths.job.read_text())["previous"] == [first]
     assert drop_follow_up(paths, slurm) is None
@@ -176,13 +177,83 @@ def test_a_follow_up_waits_takes_over_or_is_dropped(tmp_path: Path) -> None:
 
 def test_a_submission_by_hand_begins_a_new_chain(tmp_path: Path) -> None:
     slurm, paths = FakeSlurm(), prepared(tmp_path)
-    submit_prepared(paths, slurm)
+    slurm.finish(submit_prepared(paths, slurm), "TIMEOUT")
     for attempt in (1, 2):
         paths.attempt(attempt).mkdir()
     set_cancelled(paths, True)
     record_bad_nodes(paths, [BadNode(node="n7", reason="ECC", attempt=2, time=1.0)])
     submit_prepared(paths, slurm)
     assert (read_first_attempt(paths), is_cancelled(paths), slurm.excluded[-1]) == (3, False, ("n7",))
+
+
+def test_a_job_that_starts_before_sbatch_has_returned(tmp_path: Path) -> None:
+    """Its supervisor finds the chain's beginning, isn't told of an old cancel, and its own notes stay."""
+    paths = prepared(tmp_path)
+    submit_prepared(paths, FakeSlurm())
+    paths.attempt(1).mkdir()
+    set_cancelled(paths, True)
+
+    class Quick(FakeSlurm):
+        def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
+            job_id = super().submit(script, dependency=dependency, exclude=exclude)
+            if not dependency:
+                assert (is_cancelled(paths), read_first_attempt(paths)) == (False, 2)
+                paths.attempt(2).mkdir()
+                adopt_job(paths, job_id)
+                submit_follow_up(paths, self, job_id)
+            return job_id
+
+    slurm = Quick(_next_id=20)
+    second = submit_prepared(paths, slurm)
+    assert (read_job(paths), read_follow_up(paths), read_first_attempt(paths)) == (second, 22, 2)
+    assert json.loads(paths.job.read_text())["previous"] == [1]
+
+
+def test_a_resume_that_is_refused_for_its_bad_nodes_says_so(tmp_path: Path) -> None:
+    paths = prepared(tmp_path)
+    record_bad_nodes(paths, [BadNode(node="n7", reason="ECC", attempt=2, time=1.0)])
+    refusing = FakeSlurm(refusal="Requested node configuration is not available")
+    with pytest.raises(UserError, match=r"not available \(without n7, which .*bad_nodes\.json lists: take those out"):
+        submit_prepared(paths, refusing)
+
+
+def test_of_two_at_the_same_moment_one_is_refused(tmp_path: Path) -> None:
+    """Both have found the run idle; the second comes while sbatch works for the first, or right after it."""
+    paths = prepared(tmp_path)
+    refused = []
+
+    class Slow(FakeSlurm):
+        def submit(self, script: str | Path, *, dependency: str = "", exclude: Sequence[str] = ()) -> int:
+            try:
+                submit_prepared(paths, FakeSlurm())
+            except UserError as error:
+                refused.append(str(error))
+            return super().submit(script, dependency=dependency, exclude=exclude)
+
+    slurm = Slow()
+    first = submit_prepared(paths, slurm)
+    assert len(refused) == 1 and "another submission of this run is at work" in refused[0]
+    with pytest.raises(UserError, match=rf"job {first} of this run is PENDING"):
+        submit_prepared(paths, slurm)
+    assert len(slurm.submitted) == 1
+
+
+def test_a_refused_resume_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    paths = prepared(tmp_path)
+    submit_prepared(paths, FakeSlurm())
+    set_cancelled(paths, True)
+    before = paths.job.read_bytes()
+    with pytest.raises(UserError, match="Slurm refused"):
+        submit_prepared(paths, FakeSlurm(refusal="no"))
+    assert (is_cancelled(paths), json.loads(paths.job.read_bytes())) == (True, json.loads(before))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff"])
+def test_a_note_that_cant_be_read_says_the_way_out(tmp_path: Path, text: str) -> None:
+    paths = prepared(tmp_path)
+    paths.job.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"job\.json: .*mend it, or remove it"):
+        read_job(paths)
 
 
 def test_a_refused_job_is_not_noted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -210,5 +211,28 @@ def test_hosts_that_start_again_and_again_are_named(tmp_path: Path) -> None:
             await tell(supervisor, lost)
         await tell(supervisor, RestartHost(role="rollout", host="r2", incarnation=1, reason="once"))
         assert supervisor.troubled_hosts == {"r1": "loss 2"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("code", "told"), [(-15, exits.FAILED), (143, exits.FAILED), (1, exits.FAILED), (10, 10)])
+def test_a_controller_that_sigterm_ends_in_its_own_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: int
+) -> None:
+    """While it starts it has no handler yet; whatever its exit code then is, the chain must go on."""
+
+    async def main() -> None:
+        starter = Starter(tmp_path)
+        supervisor = opened(starter)
+        process = Process()
+        process.signal = lambda number: process.finish(code)  # type: ignore[attr-defined]
+        process.log_tail = lambda: ""  # type: ignore[attr-defined]
+        monkeypatch.setattr(supervisor, "_start_controller", lambda: process)
+        kept = asyncio.create_task(supervisor._keep_controller())
+        await asyncio.sleep(0.05)
+        supervisor._on_signal(signal.SIGTERM)
+        async with asyncio.timeout(WAIT_S):
+            assert await kept == (told, "")
+        assert supervisor.terminated
 
     asyncio.run(main())
