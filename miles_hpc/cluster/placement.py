@@ -34,6 +34,7 @@ __all__ = [
     "role_srun_args",
     "span_srun_args",
     "step_environ",
+    "step_mpi",
     "task_environ",
 ]
 
@@ -130,7 +131,7 @@ def role_srun_args(
     trainer = role == "trainer"
     return [
         "srun",
-        f"--mpi={site.mpi if trainer else 'none'}",
+        f"--mpi={step_mpi(site, trains=trainer)}",
         # One rank's end ends the trainer's step; agents of other roles live and end on their own.
         *_common(name, logs, f"--kill-on-bad-exit={1 if trainer else 0}"),
         *_share(run, site, placement, (role,), chosen, tasks_per_node(run, role), listed=hosts is not None),
@@ -212,6 +213,12 @@ def _share(
         *([f"--mem={mem}"] if mem else []),
         *([f"--nodelist={compress(hosts)}"] if listed or not placement.whole else []),
     ]
+
+
+def step_mpi(site: SiteConfig, *, trains: bool) -> str:
+    """The value of a step's --mpi. Agents that don't train need none, but on Slingshot daemons started with none had no
+    virtual network (prrte#2004, VNI_NOT_FOUND), and their children send over it."""
+    return site.mpi if trains or site.fabric.kind == "cxi" else "none"
 
 
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Child processes that can't outlive their parent: owned by pidfd, ended by process group, killed when the parent dies.
 
 PR_SET_PDEATHSIG (prctl(2)) makes the kernel kill the child when the thread that started it dies, so children are
-started from the main thread only. A child's own children are in its session and are ended with it.
+started from the main thread only. A child's own children are in its session and are ended with it, also when it ended
+by itself: an engine that crashed must not leave workers on the GPU of the next one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["ChildProcess", "die_with_parent"]
@@ -26,6 +29,11 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of ours has ended, without reaping it."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _preparation(parent_pid: int) -> Callable[[], None]:
@@ -47,7 +55,12 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         inherit_fds: bool = False,
     ) -> None:
-        """Start it. `inherit_fds` passes open descriptors on (a rank needs the PMI descriptor of its starter)."""
+        """Start it. `inherit_fds` passes open descriptors on (a rank needs the PMI descriptor of its starter).
+
+        Raises RuntimeError outside the main thread: the child would be killed when the thread ends.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(f"child '{name}': started from thread '{threading.current_thread().name}', not the main")
         self.name = name
         self.log = log
         output = None if log is None else open(log, "ab")
@@ -72,6 +85,14 @@ class ChildProcess:
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal, as subprocess has it."""
+        return self._poll()
+
+    def _poll(self) -> int | None:
+        """Its exit code once it has ended. What it left behind is killed before it is reaped: until then nobody else
+        can have its pid for a process group."""
+        if self._process.returncode is None and _has_ended(self.pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         return self._process.poll()
 
     @property
@@ -103,6 +124,7 @@ class ChildProcess:
 
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._poll()
         code = self._process.wait()
         os.close(self._pidfd)
         if self._ended is not None and not self._ended.done():
@@ -110,16 +132,14 @@ class ChildProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the child alone; a child that has ended is left alone."""
-        if self._process.poll() is None:
+        if self._poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it and all that is in its session's process group."""
-        if self._process.poll() is None:
-            try:
+        if self._poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     async def end(self, grace_s: float) -> int:
         """Terminate, wait for `grace_s`, then kill. Returns the exit code."""

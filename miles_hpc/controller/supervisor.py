@@ -129,7 +129,7 @@ class Supervisor:
             link.cancel()
             await asyncio.gather(link, return_exceptions=True)
             if not ended.done():
-                await self._controller.end(_END_GRACE_S)
+                await self._controller.end(_END_GRACE_S + self._save_s)
                 return self._failed.result()
             code = ended.result()
             if code in (exits.DONE, exits.NEXT_ALLOCATION, exits.FENCED, exits.USER_ERROR):
@@ -311,6 +311,12 @@ class Supervisor:
             covered = {host for s in newer for host in s.hosts.get(role, ())}
             if left := tuple(host for host in hosts if host not in covered):
                 await self._restart_hosts(role, left, reason)
+
+    @property
+    def _save_s(self) -> float:
+        """How long the controller may take over the state that the trainer still holds before it is killed."""
+        trains = any("trainer" in step.hosts and step.process.exit_code is None for step in self._steps)
+        return self._run.control.call_deadline_s if trains else 0.0
 
     @property
     def troubled_hosts(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ from miles_hpc.trainer.loss import LossSettings, grpo_loss, load_balancing_loss,
 from miles_hpc.trainer.model import decoder_layers, load_model
 from miles_hpc.trainer.state import TrainerCounters, load_counters, load_state, save_state, state_tensors
 
-__all__ = ["FsdpBackend"]
+__all__ = ["FsdpBackend", "device_index"]
 
 #: Below this size the gathered parameters stay in memory between forward and backward: fewer all-gathers.
 _KEEP_GATHERED_BYTES = 1 << 30
@@ -59,6 +59,14 @@ _KEEP_GATHERED_BYTES = 1 << 30
 #: Means over the batch's loss tokens; other metrics are means over those that a forward saw (trajectories without
 #: advantage may have been left out of the plan).
 _LOSS_PARTS = ("aux_loss", "kl_loss", "loss", "pg_loss")
+
+
+def device_index(local_rank: int, visible: int) -> int:
+    """The CUDA device of a node's `local_rank`-th rank that sees `visible` devices.
+
+    Where the site binds GPUs to tasks each rank sees its own alone, as device 0, whatever its rank.
+    """
+    return local_rank % visible
 
 
 class FsdpBackend(TrainBackend):
@@ -86,7 +94,7 @@ class FsdpBackend(TrainBackend):
         self._payloads = PayloadReader(root)
         self._read_routed_experts = read_routed_experts or RoutedExpertsStore(root).read
         if torch.cuda.is_available():
-            self._device = torch.device("cuda", local_rank % torch.cuda.device_count())  # a task may see its own only
+            self._device = torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
             torch.cuda.set_device(self._device)
             backends = "cpu:gloo,cuda:nccl"
         else:

@@ -11,6 +11,7 @@ import msgspec
 
 from miles_hpc.cluster.preflight.contract import Context
 from miles_hpc.core.config import RunConfig, SiteConfig
+from miles_hpc.core.site import SiteEnvSet
 from tests.fakes.fake_machine import HANGS, FakeMachine, place
 from tests.unit.runs import make_gpu_run, make_run, make_site
 
@@ -258,6 +259,20 @@ CASES = [
     Case("nccl-net", "FAIL", "the site's fabric is ib", site=H100, environ=nccl_env("AWS Libfabric")),
     Case("nccl-net", "warn", "TCP instead of RDMA", site=H100, environ=nccl_env("Socket")),
     Case("nccl-net", "ok", "fabric ib", site=H100, environ=nccl_env("IB")),
+    # ---- cxi-settings
+    Case("cxi-settings", "ok", "nothing is set", site=perlmutter(NCCL_PROTO="^LL128")),
+    Case("cxi-settings", "ok", "nothing is set", site=perlmutter(NCCL_PROTO="LL,Simple", NCCL_MAX_NCHANNELS="20")),
+    Case("cxi-settings", "ok", "nothing is set", site=perlmutter(), run=ONE_NODE),
+    Case("cxi-settings", "skip", "no Slingshot", site=H100),
+    Case("cxi-settings", "warn", "NCCL_PROTO=(unset) lets", site=perlmutter()),
+    Case("cxi-settings", "warn", "NCCL_PROTO=LL128,Simple lets", site=perlmutter(NCCL_PROTO="LL128,Simple")),
+    Case("cxi-settings", "warn", "NCCL_PROTO=^LL lets", site=perlmutter(NCCL_PROTO="^LL")),
+    Case("cxi-settings", "warn", "NCCL_MAX_NCHANNELS=32", site=perlmutter(
+        NCCL_PROTO="Simple", NCCL_MAX_NCHANNELS="32")),
+    Case("cxi-settings", "FAIL", "memhooks", site=perlmutter(
+        NCCL_PROTO="Simple", FI_MR_CACHE_MONITOR="memhooks")),
+    Case("cxi-settings", "FAIL", "FI_MR_CACHE_MONITOR=memhooks", site=site_with(
+        "frontier", env_sets=[SiteEnvSet(name="old", env={"FI_MR_CACHE_MONITOR": "memhooks"})], env_set="old")),
     # ---- nccl-log
     Case("nccl-log", "ok", "moved data, up to 182 GB/s", logs(OFI_CXI, RESULT), PERLMUTTER),
     Case("nccl-log", "ok", "12 training steps", logs(OFI_CXI, steps=12), PERLMUTTER),

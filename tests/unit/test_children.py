@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from miles_hpc.control.children import ChildProcess
 
 
@@ -82,5 +84,31 @@ def test_a_stopped_child_is_killed_and_a_running_one_is_not() -> None:
         os.kill(child.pid, signal.SIGSTOP)
         assert await asyncio.wait_for(child.wait(), 10) == -signal.SIGKILL
         await asyncio.wait_for(guard, 10)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_child_left_behind_is_killed_when_it_has_ended(tmp_path: Path) -> None:
+    """Workers of an engine that crashed would hold the GPU memory that the next engine needs."""
+    left = tmp_path / "left"
+
+    async def scenario(look: bool) -> int:
+        child = ChildProcess("c", ["bash", "-c", f"sleep 60 & echo $! > {left}; exit 7"], log=None)
+        if look:
+            while child.exit_code is None:
+                await asyncio.sleep(0.02)
+        assert await child.wait() == 7
+        return int(left.read_text())
+
+    for look in (False, True):
+        assert _until_dead(asyncio.run(scenario(look)))
+
+
+def test_only_the_main_thread_starts_children() -> None:
+    """The kernel's signal at a parent's death is one at the end of the thread that started the child."""
+
+    async def scenario() -> None:
+        with pytest.raises(RuntimeError, match="child 'c': started from thread 'asyncio_0', not the main"):
+            await asyncio.to_thread(ChildProcess, "c", ["sleep", "60"], log=None)
 
     asyncio.run(scenario())

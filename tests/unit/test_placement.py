@@ -18,6 +18,7 @@ from miles_hpc.cluster.placement import (
 )
 from miles_hpc.core.config import SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.site import SiteFabric
 from tests.unit.runs import make_run, make_site
 
 ENVIRON = {
@@ -179,6 +180,14 @@ def test_gpus_and_memory_are_stated_on_the_step() -> None:
     none = msgspec.structs.replace(site, gpu_request="none")
     plain = role_srun_args(run, none, "rollout", name="r", placement=made)
     assert not any("gpu" in arg for arg in plain)
+
+
+def test_on_slingshot_no_step_is_started_without_an_mpi_plugin() -> None:
+    """Its children send over CXI, and what --mpi=none started had no virtual network (prrte#2004)."""
+    site = msgspec.structs.replace(make_site(), fabric=SiteFabric(kind="cxi"))
+    for role in ("trainer", "rollout", "sandbox"):
+        assert "--mpi=pmi2" in role_srun_args(make_run(), site, role, name="x", placement=placed())
+    assert "--mpi=none" in role_srun_args(make_run(), make_site(), "sandbox", name="x", placement=placed())
 
 
 @pytest.mark.parametrize("hosts", [["t1"], ["r1", "r3"], []])

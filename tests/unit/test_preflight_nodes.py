@@ -251,7 +251,7 @@ def test_every_site_can_be_asked_and_its_rules_hold(name: str) -> None:
         pytest.skip("no scheduler")
     qos = site.qos[0].name if site.qos and "--qos" in site.sbatch.required else ""
     (command,) = plan(site, 4, request=JobRequest("project", qos)).commands
-    stated = [word for word in command[: command.index("--mpi=none")] if word.startswith("-")]
+    stated = [word for word in command[: command.index("--input=none")] if word.startswith("-")]
     assert list(directive_complaints(site, stated, [])) == []
     gpus = max(partition.gpus_per_node for partition in site.partitions if "trainer" in partition.roles)
     asked = [word for word in stated if word.startswith(("--gres=gpu", "--gpus-per"))]

@@ -11,6 +11,7 @@ import pytest
 
 from miles_hpc.cluster.placement import Placement
 from miles_hpc.control.auth import new_secret
+from miles_hpc.control.children import ChildProcess
 from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.controller.supervisor import Supervisor
 from miles_hpc.core import exits
@@ -172,6 +173,33 @@ def test_without_a_spare_rollout_goes_on_with_the_rest_and_the_trainer_needs_the
         assert why.startswith("a node of the trainer failed and no spare is left: step step-0 ended with 0")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_save_under_way_is_waited_for_when_the_supervisor_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    """For no longer than a save's own deadline, and only while a trainer is there to save."""
+    monkeypatch.setattr("miles_hpc.controller.supervisor._END_GRACE_S", 0.2)
+    saving = f"trap 'sleep 1.5; touch {tmp_path}/saved; exit 10' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
+
+    async def main() -> None:
+        starter = Starter(tmp_path)
+        supervisor = opened(starter)
+        controller = ChildProcess("controller", ["bash", "-c", saving], log=None)
+        monkeypatch.setattr(supervisor, "_start_controller", lambda: controller)
+        ending = asyncio.create_task(supervisor._keep_controller())
+        async with asyncio.timeout(WAIT_S):
+            while not (tmp_path / "up").exists():
+                await asyncio.sleep(0.02)
+        if not trains:
+            starter.steps[0].process.exit_code = 1
+        supervisor._fail(exits.FAILED, "role rollout was started too often")
+        assert await asyncio.wait_for(ending, WAIT_S) == (exits.FAILED, "role rollout was started too often")
+        assert controller.exit_code == (10 if trains else -9)
+
+    asyncio.run(main())
+    assert (tmp_path / "saved").exists() == trains
 
 
 def test_hosts_that_start_again_and_again_are_named(tmp_path: Path) -> None:

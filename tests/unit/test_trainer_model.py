@@ -14,6 +14,7 @@ from tests.conformance.training_task import MOE, run_config
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from miles_hpc.trainer.fsdp import device_index  # noqa: E402
 from miles_hpc.trainer.model import _weights, decoder_layers, load_model  # noqa: E402
 
 
@@ -70,3 +71,10 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, fields):
     with pytest.raises(UserError) as caught:
         load_model(with_model(**fields), tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "visible", "device"), [(0, 4, 0), (3, 4, 3), (0, 1, 0), (3, 1, 0), (5, 8, 5), (1, 2, 1)]
+)
+def test_a_rank_takes_its_own_device_or_the_only_one_that_it_sees(rank: int, visible: int, device: int) -> None:
+    assert device_index(rank, visible) == device

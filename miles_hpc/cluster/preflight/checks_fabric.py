@@ -18,6 +18,8 @@ _NEW_NAMES = ("libfabric", "ofi", "aws libfabric")
 _LAST_OLD = (1, 11)
 _LIBRARY = r"lib[nr]ccl-net(-ofi|-aws-ofi)?\.so(\.\d+)*"
 _VERSION = r"aws-ofi-nccl[ /-]v?(\d+\.\d+[.\w-]*)"
+#: As a report of aws-ofi-nccl on CXI advises.
+_MAX_CHANNELS = 20
 _RDMA = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x", "rc_mlx5", "ud_mlx5", "dc_mlx5", "rc_verbs")
 
 
@@ -103,6 +105,42 @@ def _plugin(machine: Machine, name: str, environ: dict[str, str]) -> Iterator[Fi
         )
     else:
         yield fine(f"NCCL_NET={name or '(unset)'}, aws-ofi-nccl {version or 'of unknown version'} in {paths[0]}")
+
+
+# ------------------------------------------------------------------------------------------------ Slingshot's settings
+
+
+def _cxi_settings(machine: Machine, context: Context) -> Iterator[Finding]:
+    site, environ = context.site, context.role_environment
+    if site is None or site.fabric.kind != "cxi":
+        yield skip("no Slingshot fabric")
+        return
+    good = True
+    if environ.get("FI_MR_CACHE_MONITOR", "").lower() == "memhooks":
+        good = False
+        yield fail("FI_MR_CACHE_MONITOR=memhooks deadlocks on CXI", "set it to userfaultfd or kdreg2")
+    protocols = environ.get("NCCL_PROTO", "")
+    if site.node.gpu_vendor != "amd" and context.nodes > 1 and _takes_ll128(protocols):
+        good = False
+        yield warn(
+            f"NCCL_PROTO={protocols or '(unset)'} lets NCCL use LL128, which changed data in silence on CXI",
+            'set NCCL_PROTO = "^LL128" in env_multi_node of the site file; to do without, compare checksums first',
+        )
+    channels = environ.get("NCCL_MAX_NCHANNELS", "")
+    if channels.isdecimal() and int(channels) > _MAX_CHANNELS:
+        good = False
+        yield warn(
+            f"NCCL_MAX_NCHANNELS={channels}: beyond about 2000 connections transfers stall on CXI",
+            f"set it to {_MAX_CHANNELS} or less in large runs",
+        )
+    if good:
+        yield fine("nothing is set that is known to hang or to change data on CXI")
+
+
+def _takes_ll128(protocols: str) -> bool:
+    """Whether NCCL may choose LL128: NCCL_PROTO lists what to use, "^" in front makes it one of what not to."""
+    names = [name.strip().lower() for name in protocols.lstrip("^").split(",") if name.strip()]
+    return not names or ("ll128" in names) != protocols.startswith("^")
 
 
 # ------------------------------------------------------------------------------------------------ a log of NCCL
@@ -214,6 +252,13 @@ CHECKS = (
         why="a name of NCCL_NET that the plug-in doesn't bear, or a missing plug-in, ends in a hang or in slow TCP",
         source="aws-ofi-nccl PR#530, shs-ccl-docs PR#35; OLCF Frontier guide on single nodes; a report of Isambard-AI",
         look=_nccl_net,
+        needs=("site", "gpus"),
+    ),
+    Check(
+        name="cxi-settings",
+        why="settings that are fine elsewhere hang on Slingshot, or change data in silence",
+        source="NVIDIA/nccl#2001, shs-ccl-docs PR#21; ofiwg/libfabric#9003; aws-ofi-nccl#1379",
+        look=_cxi_settings,
         needs=("site", "gpus"),
     ),
     Check(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from miles_hpc.cluster.site import role_environment
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.paths import RunPaths
 
@@ -182,8 +183,7 @@ class Context:
         """This process's environment under what the site sets for the run's widest role."""
         if self.site is None:
             return dict(self.environ)
-        wide = self.site.env_multi_node if self.nodes > 1 else self.site.env_single_node
-        return {**self.environ, **self.site.env, **wide}
+        return {**self.environ, **role_environment(self.site, nodes=self.nodes)}
 
     @property
     def gpus(self) -> int:

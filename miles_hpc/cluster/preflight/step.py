@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from miles_hpc.cluster.job_plan import gpu_option, memory_option
 from miles_hpc.cluster.nodelist import compress, expand
-from miles_hpc.cluster.placement import step_environ
+from miles_hpc.cluster.placement import step_environ, step_mpi
 from miles_hpc.cluster.preflight.contract import Context
 from miles_hpc.cluster.site import role_environment, role_python, source_root
 from miles_hpc.core import env
@@ -67,13 +67,14 @@ def plan_steps(
     task = (*_with_modules(context.site.modules), python or sys.executable, "-P", *program)
     environ = _environ(context, context.site)
     if "SLURM_JOB_ID" in context.environ:
-        return _inside(context, nodes, task, environ)
-    command = (*_job_options(context, nodes, request or JobRequest()), *_STEP, *task)
+        return _inside(context, context.site, nodes, task, environ)
+    mpi = f"--mpi={step_mpi(context.site, trains=False)}"
+    command = (*_job_options(context, nodes, request or JobRequest()), mpi, *_STEP, *task)
     return NodeSteps((command,), nodes, (), environ, own_job=True)
 
 
 #: Of every step: a task that fails must not end the others, and nobody reads stdin.
-_STEP = ("--ntasks-per-node=1", "--mpi=none", "--input=none", "--kill-on-bad-exit=0", "--wait=0")
+_STEP = ("--ntasks-per-node=1", "--input=none", "--kill-on-bad-exit=0", "--wait=0")
 
 
 def _with_modules(modules: Sequence[str]) -> tuple[str, ...]:
@@ -100,7 +101,9 @@ def _environ(context: Context, site: SiteConfig) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ inside a job
 
 
-def _inside(context: Context, nodes: int, task: Sequence[str], environ: Mapping[str, str]) -> NodeSteps:
+def _inside(
+    context: Context, site: SiteConfig, nodes: int, task: Sequence[str], environ: Mapping[str, str]
+) -> NodeSteps:
     groups = _groups(context.environ)
     available = [host for hosts in groups for host in hosts]
     if nodes > len(available):
@@ -123,6 +126,7 @@ def _inside(context: Context, nodes: int, task: Sequence[str], environ: Mapping[
                 f"--nodelist={compress(mine)}",
                 *_gpus_inside(context, i),
                 "--overlap",
+                f"--mpi={step_mpi(site, trains=False)}",
                 *_STEP,
                 *task,
             )
