@@ -26,6 +26,7 @@ from miles_hpc.core.walltime import parse_time
 __all__ = [
     "ACTIVE_STATES",
     "ComponentState",
+    "NoSlurm",
     "PartitionLimits",
     "Slurm",
     "SlurmError",
@@ -67,6 +68,10 @@ _AWAY = (
     "connection failure",
     "unexpected message received",
 )
+
+
+class NoSlurm(UserError):
+    """Slurm's commands aren't here, or know no cluster."""
 
 
 class SlurmError(MilesError):
@@ -274,7 +279,7 @@ class Slurm:
     def _locate(self, command: str) -> str:
         path = shutil.which(command, path=self._environ.get("PATH", ""))
         if path is None:
-            raise UserError(
+            raise NoSlurm(
                 f"no Slurm on this machine: '{command}' is not on PATH: run this on a login node of the cluster, "
                 "or use 'miles-hpc local'"
             )
@@ -299,7 +304,7 @@ class Slurm:
             complaint = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
             text = complaint[0] if complaint else f"exit code {done.returncode}"
             if "configuration source" in done.stderr:
-                raise UserError(f"no Slurm on this machine: {shown}: {text}: set SLURM_CONF, or use 'miles-hpc local'")
+                raise NoSlurm(f"no Slurm on this machine: {shown}: {text}: set SLURM_CONF, or use 'miles-hpc local'")
             raise SlurmError(f"{shown}: {text}")
         return done.stdout
 

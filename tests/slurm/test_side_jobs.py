@@ -216,6 +216,7 @@ def test_slurmctld_is_away(accounting: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lifecycle
 def test_the_time_limit(beside: Beside) -> None:
     """Slurm looks every 30 s: a limit of a minute ends between 60 and 90 s, and is signalled early by as much."""
     plain = beside.start("wait_for", arguments={"mark": str(beside.folder / "never")}, time="1")
@@ -236,6 +237,7 @@ def test_the_time_limit(beside: Beside) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lifecycle
 def test_slurmctld_forgets(beside: Beside) -> None:
     accounting = beside.box.spec()
     assert accounting is not None

@@ -334,3 +334,18 @@ def test_a_complete_run_is_not_submitted_again(here: Path, capsys: pytest.Captur
     assert f"complete at step {last}" in capsys.readouterr().out
     assert tree(here) == before
     assert complete_at(make_run(f"rollout.n_steps={last + 1}"), paths) is None
+
+
+def test_a_dry_run_needs_no_slurm(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a laptop, for a site far away; what Slurm would say of it is said to be missing."""
+    monkeypatch.setenv("PATH", str(here))
+    more = ["--set", "job.account=proj", "--set", "groups.rollout.nodes=3"]
+    assert main(["submit", str(write_run(here)), "--site", "leonardo", "--dry-run", *more]) == 0
+    shown = capsys.readouterr()
+    assert "#SBATCH --account=proj" in shown.out
+    assert shown.err.startswith("not shown to Slurm, whose word counts: no Slurm on this machine: 'sbatch'")
+    assert re.search(r"^rollout +3 nodes", shown.err, re.MULTILINE)
+    assert main(["submit", str(write_run(here)), "--site", "leonardo", *more]) == 2
+    assert not (here / "runs").exists()
