@@ -13,7 +13,7 @@ and the tasks beside it only make MPI's world whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,11 @@ class Placement:
         hosts = {**self.hosts, role: tuple(member for member in members if member is not None)}
         spares = {name: tuple(s for s in some if s != spare) for name, some in self.spares.items()}
         return Placement(self.layout, hosts, spares, whole=False), spare
+
+    def without_spares(self, names: Collection[str]) -> Placement:
+        """The same with none of `names` among the spares: they may fail while they wait."""
+        spares = {role: tuple(s for s in some if s not in names) for role, some in self.spares.items()}
+        return Placement(self.layout, self.hosts, spares, whole=self.whole)
 
 
 def place(run: RunConfig, site: SiteConfig, environ: Mapping[str, str]) -> Placement:

@@ -168,8 +168,11 @@ class SlurmStarter(StepStarter):
             await step.process.end(grace_s=5.0)
 
     async def failed_nodes(self) -> dict[str, str]:
-        known = {host for hosts in self._placement.hosts.values() for host in hosts}
-        return await asyncio.to_thread(self._slurm.failed_nodes, sorted(known)) if known else {}
+        here = self._placement
+        known = {host for some in (*here.hosts.values(), *here.spares.values()) for host in some}
+        failed = await asyncio.to_thread(self._slurm.failed_nodes, sorted(known)) if known else {}
+        self._placement = self._placement.without_spares(failed)
+        return failed
 
     def replace(self, role: str, host: str) -> str | None:
         self._placement, spare = self._placement.replaced(role, host)

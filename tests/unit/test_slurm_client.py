@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.cluster.slurm import PartitionLimits, Slurm, SlurmError, Step, parse_jobs, parse_limits
-from miles_hpc.core.errors import DeadlineExpired, UserError
+from miles_hpc.cluster.slurm import PartitionLimits, Slurm, SlurmError, Step, is_away, parse_jobs, parse_limits
+from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 from tests.fakes.fake_slurm import FakeSlurm
 
 # Printed by scontrol 22.05.8 for a job whose output path and component name hold spaces; shortened in the middle.
@@ -158,3 +158,18 @@ def test_limits_of_partitions_as_sinfo_prints_them() -> None:
         "odd": PartitionLimits(max_time_s=math.inf, max_nodes=None),
     }
     assert parse_limits("") == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "away"),
+    [
+        (SlurmError("sbatch: error: Batch job submission failed: Unable to contact slurm controller"), True),
+        (SlurmError("scontrol requeue 7: Unexpected message received for job 7"), True),
+        (SlurmError("squeue: slurm_load_jobs error: Socket timed out on send/recv operation"), True),
+        (DeadlineExpired("sinfo: no answer after 30 s; is slurmctld up?"), True),
+        (SlurmError("scontrol requeue 7: Requested operation is presently disabled"), False),
+        (UserError("Slurm refused the job: Requested node configuration is not available"), False),
+    ],
+)
+def test_no_answer_is_no_refusal(error: MilesError, away: bool) -> None:
+    assert is_away(error) == away

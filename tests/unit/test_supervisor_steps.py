@@ -12,12 +12,13 @@ import pytest
 from miles_hpc.cluster.placement import Placement
 from miles_hpc.control.auth import new_secret
 from miles_hpc.control.children import ChildProcess
-from miles_hpc.controller.steps import Step, StepStarter
+from miles_hpc.controller.steps import SlurmStarter, Step, StepStarter
 from miles_hpc.controller.supervisor import Supervisor
 from miles_hpc.core import exits
 from miles_hpc.core.messages import RestartHost, RestartRole
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import read_events
+from tests.fakes.fake_slurm import FakeSlurm
 from tests.unit.runs import make_run, make_site
 
 WAIT_S = 30.0
@@ -236,3 +237,14 @@ def test_a_controller_that_sigterm_ends_in_its_own_way(
         assert supervisor.terminated
 
     asyncio.run(main())
+
+
+def test_a_spare_that_failed_while_it_waited_is_no_spare(tmp_path: Path) -> None:
+    run = make_run("groups.trainer.spare_nodes=2", "groups.rollout.spare_nodes=1", "groups.sandbox.spare_nodes=1")
+    nodes = ("t[1-4]", "r[1-3]", "s[1-2]")
+    environ = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": some for i, some in enumerate(nodes)} | {"SLURM_HET_SIZE": "3"}
+    slurm = FakeSlurm(down={"t2": "down: power", "t3": "down: power", "r3": "down: power"})
+    starter = SlurmStarter(run, make_site(), RunPaths(tmp_path), 1, slurm=slurm, job_id=1, environ=environ)  # type: ignore[arg-type]
+    assert asyncio.run(starter.failed_nodes()).keys() == {"t2", "t3", "r3"}
+    assert (starter.replace("trainer", "t2"), starter.hosts("trainer")) == ("t4", ("t1", "t4"))
+    assert (starter.replace("rollout", "r1"), starter.hosts("rollout")) == (None, ("r2",))
