@@ -76,6 +76,7 @@ class Supervisor:
         self.terminated = False  # ended from outside: whoever did that decides whether there is a next allocation
         self._failed: asyncio.Future[tuple[int, str]] | None = None  # exit code and why
         self._host_restarts: dict[str, list[str]] = defaultdict(list)  # reasons by host
+        self._replaced: dict[str, str | None] = {}  # by given up node: the spare in its place
         self.lost_nodes: dict[str, str] = {}  # replaced or given up in this allocation, with Slurm's reason
 
     async def run(self) -> int:
@@ -253,8 +254,11 @@ class Supervisor:
         self._restart(hosts, reason)
 
     async def _give_up_nodes(self) -> dict[str, str | None]:
-        """Take nodes that Slurm gave up out of their roles; returns the spare in place of each, None without one."""
-        replaced: dict[str, str | None] = {}
+        """Take nodes that Slurm gave up out of their roles; returns the spare in place of each, None without one.
+
+        Of all so far: when two nodes fail at once, one step's watcher finds the other's node replaced already.
+        """
+        replaced = self._replaced
         try:
             failed = await self._starter.failed_nodes()
         except MilesError as error:  # Slurm doesn't answer: the next restart asks again

@@ -248,3 +248,15 @@ def test_a_spare_that_failed_while_it_waited_is_no_spare(tmp_path: Path) -> None
     assert asyncio.run(starter.failed_nodes()).keys() == {"t2", "t3", "r3"}
     assert (starter.replace("trainer", "t2"), starter.hosts("trainer")) == ("t4", ("t1", "t4"))
     assert (starter.replace("rollout", "r1"), starter.hosts("rollout")) == (None, ("r2",))
+
+
+def test_a_node_that_another_watcher_has_replaced_already(tmp_path: Path) -> None:
+    async def main() -> None:
+        starter = Starter(tmp_path)
+        supervisor = opened(starter)
+        starter.down = {"t2": "down: power", "r2": "down: power"}
+        await supervisor._give_up_nodes()  # on behalf of the trainer's step
+        await supervisor._restart_hosts("rollout", ("r2",), "its step ended")
+        assert starter.started[-1] == {"rollout": ("r3",)}
+
+    asyncio.run(main())
