@@ -7,13 +7,14 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miles_hpc.cluster.submission_lock import sole_submission
 from miles_hpc.core.errors import UserError
 
-HERE, NOW = socket.gethostname(), time.time()
+HERE = socket.gethostname()
 GONE = 2**22 + 1  # above the kernel's largest pid
 
 
@@ -28,18 +29,21 @@ def test_it_is_held_and_let_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "free"),
+    ("holder", "free"),
     [
-        (json.dumps({"host": HERE, "pid": GONE, "time": NOW}), True),  # killed
-        (json.dumps({"host": HERE, "pid": os.getppid(), "time": NOW}), False),
-        (json.dumps({"host": "elsewhere", "pid": GONE, "time": NOW}), False),  # nobody can tell from here
-        (json.dumps({"host": "elsewhere", "pid": 1, "time": NOW - 3600}), True),
+        ({"host": HERE, "pid": GONE, "age_s": 0.0}, True),  # killed
+        ({"host": HERE, "pid": os.getppid(), "age_s": 0.0}, False),
+        ({"host": "elsewhere", "pid": GONE, "age_s": 0.0}, False),  # nobody can tell from here
+        ({"host": "elsewhere", "pid": 1, "age_s": 3600.0}, True),
         ("", False),  # it is being written
         ("{", False),
     ],
 )
-def test_what_a_killed_one_leaves(tmp_path: Path, left: str, free: bool) -> None:
+def test_what_a_killed_one_leaves(tmp_path: Path, holder: dict[str, Any] | str, free: bool) -> None:
     lock = tmp_path / "submitting"
+    left = holder
+    if isinstance(holder, dict):  # the time is of this moment, however long ago the table was read
+        left = json.dumps({"host": holder["host"], "pid": holder["pid"], "time": time.time() - holder["age_s"]})
     lock.write_text(left)
     if free:
         with sole_submission(lock):
