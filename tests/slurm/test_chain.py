@@ -75,6 +75,7 @@ def launch(tmp_path: Path, clean_box: Box, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.slow
+@pytest.mark.lifecycle
 @pytest.mark.parametrize("requeue", [True, False])
 def test_slurmctld_is_away_when_it_is_asked(launch: ChainLaunch, requeue: bool) -> None:
     job = launch.begin(requeue=requeue)

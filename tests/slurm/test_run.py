@@ -49,6 +49,7 @@ def _notes(run_dir: Path, name: str) -> list[dict[str, object]]:
 
 @pytest.mark.slurm
 @pytest.mark.slow
+@pytest.mark.lifecycle
 @pytest.mark.timeout(500)
 def test_a_run_survives_kills_and_trains_every_group_once(clean_box: Box, run_dir: Path) -> None:
     faults = ["engine", "agent", "rank", "controller", "srun"]
@@ -84,6 +85,7 @@ def _cli(box: Box, *arguments: str) -> str:
 
 @pytest.mark.slurm
 @pytest.mark.slow
+@pytest.mark.lifecycle
 @pytest.mark.timeout(500)
 def test_the_time_limit_cuts_and_the_next_allocation_goes_on(clean_box: Box, run_dir: Path) -> None:
     """Cut by the limit, resumed by itself; then cancelled, and resumed by hand with fewer steps left to do."""
