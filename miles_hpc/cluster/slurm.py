@@ -222,10 +222,17 @@ class Slurm:
                 raise
 
     def cancel_step(self, job_id: int, name: str, *, signal: str = "") -> list[str]:
-        """End (or signal) every running step called `name`; returns their ids, empty when there is none."""
+        """End (or signal) every running step called `name`; returns their ids, empty when there is none.
+
+        A step may end between the two questions, which scancel calls an invalid job id or a completed step.
+        """
         ids = [step.id for step in self.steps(job_id) if step.name == name]
-        if ids:
-            self._run("scancel", *([f"--signal={signal}"] if signal else []), *ids)
+        for step_id in ids:
+            try:
+                self._run("scancel", *([f"--signal={signal}"] if signal else []), step_id)
+            except SlurmError as error:
+                if not re.search(r"invalid job id|already complet", str(error), re.IGNORECASE):
+                    raise
         return ids
 
     def requeue(self, leader: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from miles_hpc.cluster.slurm import Slurm
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.layouts import is_split, roles_in_use, spans
 from miles_hpc.core.paths import RunPaths
 
@@ -157,6 +158,14 @@ class SlurmStarter(StepStarter):
 
         SIGINT, because agents take SIGTERM for a notice of Slurm's and go on until the run is saved.
         """
+        try:
+            await self._end_tasks(step)
+        except MilesError as error:  # what is left is fenced by the newer start, and ends with the job
+            print(f"supervisor: step {step.name}: {error}", file=sys.stderr, flush=True)
+        if step.process.exit_code is None:
+            await step.process.end(grace_s=5.0)
+
+    async def _end_tasks(self, step: Step) -> None:
         deadline = Deadline(_INTERRUPTED_S, f"the end of step {step.name}")
         left = await asyncio.to_thread(self._slurm.cancel_step, self._job_id, step.name, signal="INT")
         while left and not deadline.expired:
@@ -164,8 +173,6 @@ class SlurmStarter(StepStarter):
             left = [one.id for one in await asyncio.to_thread(self._slurm.steps, self._job_id) if one.name == step.name]
         if left:
             await asyncio.to_thread(self._slurm.cancel_step, self._job_id, step.name, signal="KILL")
-        if step.process.exit_code is None:
-            await step.process.end(grace_s=5.0)
 
     async def failed_nodes(self) -> dict[str, str]:
         here = self._placement

@@ -173,3 +173,19 @@ def test_limits_of_partitions_as_sinfo_prints_them() -> None:
 )
 def test_no_answer_is_no_refusal(error: MilesError, away: bool) -> None:
     assert is_away(error) == away
+
+
+def test_a_step_that_ends_before_it_is_cancelled_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on a busy machine: scancel's complaint ended the watcher of the step, and the run hung."""
+    slurm, asked = Slurm(environ={}), []
+    monkeypatch.setattr(slurm, "steps", lambda job_id: [Step(id="7.2", name="a", nodes="n"), Step("8.2", "a", "n")])
+
+    def run(command: str, *arguments: str, stdin: str = "") -> str:
+        asked.append(arguments[-1])
+        if arguments[-1] == "7.2":
+            raise SlurmError("scancel 7.2: scancel: error: Kill job error on job step id 7: Invalid job id specified")
+        return ""
+
+    monkeypatch.setattr(slurm, "_run", run)
+    assert slurm.cancel_step(7, "a", signal="INT") == ["7.2", "8.2"]
+    assert asked == ["7.2", "8.2"]
