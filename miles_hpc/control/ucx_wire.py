@@ -1,11 +1,11 @@
 """Frames over UCX: the wire of one connection.
 
-    dial, accept ─▶ Line (TCP) ─ handshake ─▶ start_frames ─ worker's address, our tag ─▶ path number ─▶ frames
+    dial, accept ─▶ Line (TCP) ─ handshake ─▶ start_frames ─ worker's address, our tag ─▶ path numbers ─▶ frames
                                                               └─ sealed, as all on the line from here on
 
 | waits | for | bounded by |
 |---|---|---|
-| frames | the peer's address and path number, over the line | the dialer's deadline, the line's end |
+| frames | the peer's address and path numbers, over the line | the dialer's deadline, the line's end |
 | pieces | IN_FLIGHT_BYTES of earlier ones to have left | the path's end, the line's end |
 | the orderly end | the peer's end, over the line | flush_s |
 | the loss of a peer that said goodbye | what it sent before, over UCX | LAST_WORDS_S |
@@ -40,7 +40,7 @@ from miles_hpc.control.frames import (
 from miles_hpc.control.ucx_api import MESSAGE_BYTES, Inbox, Path
 from miles_hpc.control.ucx_line import MAX_LINE_BYTES, Line
 from miles_hpc.control.ucx_pieces import LENGTH, PACK_BYTES, LargeFrame, header_inline, piece_bytes, take_piece
-from miles_hpc.control.ucx_worker import News, SharedPath, UcxWorker
+from miles_hpc.control.ucx_worker import SharedPath, UcxWorker, agree_on_path
 from miles_hpc.control.wire import LOW_WATER_BYTES, TimerHandle, Wire
 from miles_hpc.core.errors import AuthenticationError, ProtocolError, UserError
 from miles_hpc.core.transport import Buffer
@@ -53,8 +53,8 @@ IN_FLIGHT_BYTES = 8 << 20
 LAST_WORDS_S = 1.0
 
 _TURN_BYTES = 8 << 20  # sent per callback, so that a large payload leaves room for other wires
-_RECORD = struct.Struct("<cQ")
-_PATH_NUMBER, _GOODBYE = b"P", b"E"
+_RECORD = struct.Struct("<cQQ")
+_PATH_NUMBERS, _GOODBYE = b"P", b"E"
 _EMPTY = memoryview(b"")
 
 _Done = Callable[[], None]
@@ -85,8 +85,9 @@ class UcxWire(Wire):
         self._line_sealer: Sealer | None = None
         self._line_opener: Opener | None = None
         self._inbox: Inbox | None = None
-        self._shared: SharedPath | None = None
-        self._path: Path | None = None  # once both sides know each other's end of it
+        self.shared: SharedPath | None = None
+        self._told_numbers = (0, 0)  # to the peer
+        self._path: Path | None = None  # once both sides know that they take the same one
         self._tag = 0  # under which the peer receives
         # Outgoing.
         self._out: deque[bytes | LargeFrame] = deque()
@@ -140,14 +141,14 @@ class UcxWire(Wire):
             head = read_head(data)
             self._line_opener.small(data)
             words = data[HEAD_BYTES : HEAD_BYTES + head.header_bytes]
-            if self._shared is None:
+            if self.shared is None:
                 where = _where_decoder.decode(words)
                 self._tag = where.tag
                 self.take_path(where.address)
             else:
-                kind, number = _RECORD.unpack(words)
-                if kind == _PATH_NUMBER:
-                    self._told_path(number)
+                kind, number, other = _RECORD.unpack(words)
+                if kind == _PATH_NUMBERS:
+                    self._told_path((number, other))
                 elif kind == _GOODBYE:
                     self._n_announced = number
                 else:
@@ -168,29 +169,21 @@ class UcxWire(Wire):
         except ConnectionError as error:
             self.fail(f"endpoint closed: UCX finds no way to the peer ({error}); check UCX_TLS and UCX_NET_DEVICES")
             return
-        self._shared = shared
+        self.shared = shared
         shared.wires.add(self)
         self._inbox.attach(shared.path)
-        self._say(_RECORD.pack(_PATH_NUMBER, shared.number))
+        self.tell_numbers()
 
-    def _told_path(self, number: int) -> None:
-        shared = self._shared
-        assert shared is not None
-        news = shared.told(number)
-        if news is News.LEFT:
-            reason = "endpoint closed: the peer has left this connection's path"
-            if not self.is_new:
-                self.fail(reason)
-                return
-            shared.leave(reason)  # takes another one for us
-            shared = self._shared
-            if shared is None:
-                return
-            news = shared.told(number)
-        if news is News.OLD:
-            return
-        self._path = shared.path
-        self._pump()
+    def tell_numbers(self) -> None:
+        if self.shared is not None and self._told_numbers != self.shared.numbers:
+            self._told_numbers = self.shared.numbers
+            self._say(_RECORD.pack(_PATH_NUMBERS, *self._told_numbers))
+
+    def _told_path(self, numbers: tuple[int, int]) -> None:
+        shared = agree_on_path(self, numbers)
+        if shared is not None:
+            self._path = shared.path
+            self._pump()
 
     # ------------------------------------------------------------------------------ sending
 
@@ -295,8 +288,8 @@ class UcxWire(Wire):
 
     def _post(self, path: Path, data: Buffer, n: int, handed_over: _Done | None = None) -> None:
         self._n_sent += 1
-        assert self._shared is not None
-        self._shared.unheard = True
+        assert self.shared is not None
+        self.shared.unheard = True
         if path.send(self._tag, data, functools.partial(self._has_left, n, handed_over)):
             self._queued -= n
             if handed_over is not None:
@@ -320,7 +313,7 @@ class UcxWire(Wire):
 
     def _message_arrived(self, data: memoryview) -> None:
         """A message of small frames, or the first one of a large frame."""
-        opener, shared = self._opener, self._shared
+        opener, shared = self._opener, self.shared
         assert opener is not None and shared is not None
         self._n_received += 1
         if not shared.heard:
@@ -424,14 +417,14 @@ class UcxWire(Wire):
         if self._closing is not None:
             if not answered:
                 self._leave_path()
-            elif self._shared is not None and self._said_goodbye:
-                self._shared.unheard = False  # it has taken everything
+            elif self.shared is not None and self._said_goodbye:
+                self.shared.unheard = False  # it has taken everything
             self.abandon()
         elif self._n_announced is not None:
             self._last_words = self._loop.call_later(LAST_WORDS_S, self._check_last_words, True)
             self._worker.drain()
             self._check_last_words()
-        elif self._shared is None:
+        elif self.shared is None:
             self.fail(f"endpoint closed: {reason}")
         else:
             self._worker.drain()  # what it sent before, its reason for the end perhaps
@@ -468,8 +461,8 @@ class UcxWire(Wire):
         """Once nothing is queued. The peer ends the line when it has taken everything."""
         if not self._said_goodbye and not self._out:
             self._said_goodbye = True
-            if self._shared is not None:
-                self._say(_RECORD.pack(_GOODBYE, self._n_sent))
+            if self.shared is not None:
+                self._say(_RECORD.pack(_GOODBYE, self._n_sent, 0))
             self._line.finish()
 
     def _unanswered(self) -> None:
@@ -478,7 +471,7 @@ class UcxWire(Wire):
 
     def _leave_path(self) -> None:
         """The end wasn't as it should be. If this was the last wire, the next one takes another path."""
-        shared = self._shared
+        shared = self.shared
         if shared is not None and len(shared.wires) == 1:
             shared.wires.clear()
             shared.leave("")
@@ -490,8 +483,8 @@ class UcxWire(Wire):
         self.silence()
         if not self._open:
             return
-        if goodbye and self._shared is not None and not self._said_goodbye:
-            self._say(_RECORD.pack(_GOODBYE, self._n_sent))
+        if goodbye and self.shared is not None and not self._said_goodbye:
+            self._say(_RECORD.pack(_GOODBYE, self._n_sent, 0))
         self._open = False
         self._stop_reading()
         for timer in (self._closing, self._last_words):
@@ -500,8 +493,8 @@ class UcxWire(Wire):
         self._line.close()
         self._out.clear()
         self._queued = 0
-        if self._shared is not None:
-            self._shared.wires.discard(self)
-            self._shared = None
+        if self.shared is not None:
+            self.shared.wires.discard(self)
+            self.shared = None
         self._path = None
         self._worker.leave()

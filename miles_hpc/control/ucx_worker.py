@@ -3,9 +3,13 @@
 **One path per pair of workers.** UCX matches the endpoints of two workers by the order in which they were made, so the
 wires between two workers share one endpoint, told apart by random tags of 64 bits. It stays when wires end. It is
 left when the last wire's end isn't answered, since it may be stuck behind a broken link, and closed when UCX reports
-its failure: UCX 1.21 may crash when an endpoint is closed that still has something to send. Path numbers tell a side
-that the other has left the path which it still holds; it takes another one then. They count up, since they come over
-the wires' own lines: one that was overtaken by a later one of another wire is old news, and is followed by the later.
+its failure: UCX 1.21 may crash when an endpoint is closed that still has something to send.
+
+Each side numbers its paths and tells, over the wire's line, the number of the one that it takes and the number of the
+peer's that goes with it as far as it knows, until each has heard from the other that these two go together. So a side
+learns that the other has left the path which it still holds, and takes another one. Numbers count up, since each wire
+has a line of its own: one that was overtaken by a later one of another wire is old news, and so is one that goes with a
+path which we have left. The later one follows.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any, Protocol
 from miles_hpc.control.ucx_api import Path, UcxApi, lanes
 from miles_hpc.control.wire import Loop, TimerHandle
 
-__all__ = ["IDLE_S", "News", "PathUser", "SharedPath", "UcxWorker"]
+__all__ = ["IDLE_S", "News", "PathUser", "SharedPath", "UcxWorker", "agree_on_path"]
 
 #: A worker without wires is released after so long.
 IDLE_S = 5.0
@@ -32,15 +36,18 @@ _unreleased: list[UcxWorker] = []
 
 
 class News(enum.Enum):
-    """What a path number that the peer tells means."""
+    """What the numbers that the peer tells mean."""
 
-    AGREED = "the other end of our path"
+    AGREED = "the other end of our path, and the peer knows that it is"
+    HEARD = "the other end of our path, and the peer doesn't know yet"
     LEFT = "the peer has left the path that we hold, and taken another one"
-    OLD = "the peer has taken another one since, and will tell"
+    OLD = "the peer has taken another one since, or has yet to learn that we have, and will tell"
 
 
 class PathUser(Protocol):
     """A wire, as its path sees it."""
+
+    shared: SharedPath | None
 
     @property
     def is_new(self) -> bool:
@@ -49,8 +56,31 @@ class PathUser(Protocol):
     def take_path(self, address: bytes) -> None:
         """Move to the path to this worker."""
 
+    def tell_numbers(self) -> None:
+        """Tell the peer our path's `numbers` if it wasn't told them over this wire."""
+
     def fail(self, reason: str) -> None:
         """The connection is gone."""
+
+
+def agree_on_path(wire: PathUser, numbers: tuple[int, int]) -> SharedPath | None:
+    """What follows for a wire from the `numbers` that its peer tells: the path that both take now, or None, as later
+    numbers or the wire's end decide."""
+    shared = wire.shared
+    assert shared is not None
+    news = shared.told(*numbers)
+    if news is News.LEFT:
+        reason = "endpoint closed: the peer has left this connection's path"
+        if not wire.is_new:
+            wire.fail(reason)
+            return None
+        shared.leave(reason)  # takes another one for the wire
+        shared = wire.shared
+        if shared is None:
+            return None
+        news = shared.told(*numbers)
+    wire.tell_numbers()
+    return shared if news is News.AGREED else None
 
 
 class UcxWorker:
@@ -227,7 +257,8 @@ class SharedPath:
     def __init__(self, worker: UcxWorker, address: bytes) -> None:
         self.address = address
         self.number = next(worker.numbers)
-        self.peer_number: int | None = None
+        self.peer_number = 0
+        self._agreed = False
         self.wires: set[PathUser] = set()
         self.unheard = False  # something was sent of which we don't know that it arrived
         self._worker = worker
@@ -239,16 +270,23 @@ class SharedPath:
         self.heard = True
         logging.getLogger(__name__).info("%s: UCX uses %s", remote, ", ".join(lanes(self.path.handle())))
 
-    def told(self, number: int) -> News:
-        """The peer tells the number of its end."""
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Ours, and the peer's that goes with it, 0 while we don't know it: what a wire tells the peer."""
+        return self.number, self.peer_number
+
+    def told(self, number: int, goes_with: int) -> News:
+        """The peer tells its `numbers`."""
         newest = self._worker.newest
-        if number < newest.get(self.address, 0):
+        if number < newest.get(self.address, 0) or goes_with not in (0, self.number):
             return News.OLD
         newest[self.address] = number
-        if self.peer_number is not None and self.peer_number != number and self.heard:
-            return News.LEFT
-        self.peer_number = number
-        return News.AGREED
+        if self.peer_number != number:
+            if self._agreed:
+                return News.LEFT
+            self.peer_number = number  # it moved before anything was sent over ours
+        self._agreed = self._agreed or goes_with == self.number
+        return News.AGREED if goes_with == self.number else News.HEARD
 
     def leave(self, reason: str) -> None:
         """Don't use it any more: its other end is gone, or it may be stuck. New wires move on, others end."""

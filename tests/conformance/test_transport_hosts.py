@@ -97,7 +97,7 @@ def assert_works(opened: Pair) -> None:
     for program in (opened.dialer, opened.listener):
         for n_bytes in (0, 100, MIB8):
             answer = call(program, n_bytes)
-            assert answer["intact"], answer
+            assert answer.get("intact"), answer
 
 
 @pytest.mark.parametrize("ipv6", [False, True], ids=["ipv4", "ipv6"])
@@ -118,7 +118,7 @@ def test_a_short_cut_is_survived_by_what_is_on_its_way(kind: str, face: str) -> 
         time.sleep(1.5)
         opened.network.restore(opened.far)
         answer = opened.dialer.answer(order, 2 * WAIT_S)
-        assert answer["intact"], answer
+        assert answer.get("intact"), answer
         assert_works(opened)
 
 

@@ -324,7 +324,7 @@ def test_wires_between_two_workers_share_a_path(ucx: None) -> None:
         listener = await make("ucx", "listener").listen(echo)
         transport = make("ucx", "dialer")
         first, second = [await transport.connect(listener.address, deadline_s=WAIT_S) for _ in range(2)]
-        assert the_wire(first)._shared is the_wire(second)._shared
+        assert the_wire(first).shared is the_wire(second).shared
         large = asyncio.gather(*(first.call(Heartbeat(), payload=[bytes(3 << 20)], deadline_s=WAIT_S) for _ in "abc"))
         for n in range(50):
             message = EndSession(session_id=str(n))
@@ -345,7 +345,7 @@ def test_a_transport_may_connect_to_itself(ucx: None) -> None:
             if endpoint is dialer:
                 reply = endpoint.call(Heartbeat(), payload=[bytes(5 << 20)], deadline_s=WAIT_S)
                 assert reply.payload == bytes(5 << 20)
-        assert the_wire(dialer)._shared is the_wire(accepted)._shared
+        assert the_wire(dialer).shared is the_wire(accepted).shared
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -360,7 +360,7 @@ def test_a_path_that_only_one_side_has_left_is_taken_anew(whose: int, ucx: None)
         transport = make("ucx", "dialer")
         endpoint = await transport.connect(listener.address, deadline_s=WAIT_S)
         await endpoint.call(Heartbeat(), deadline_s=WAIT_S)
-        shared = the_wire((endpoint, accepted[0])[whose])._shared
+        shared = the_wire((endpoint, accepted[0])[whose]).shared
         assert shared is not None
         shared.leave("endpoint closed: as if it were stuck")
         with pytest.raises(PeerLost):
@@ -369,7 +369,7 @@ def test_a_path_that_only_one_side_has_left_is_taken_anew(whose: int, ucx: None)
         for n, again in enumerate([*endpoints, *endpoints]):
             reply = await again.call(Heartbeat(), payload=[bytes(n * 300_000)], deadline_s=WAIT_S)
             assert len(reply.payload) == n * 300_000
-        paths = {the_wire(again)._shared for again in endpoints}
+        paths = {the_wire(again).shared for again in endpoints}
         assert len(paths) == 1 and shared not in paths
         for again in endpoints:
             await again.close()
