@@ -287,7 +287,8 @@ class Plan:
             # Between SIGTERM and SIGKILL a cancelled run saves and says how it ended (default 30). On two busy cores
             # 5 s can be too short for that.
             "KillWait=15",
-            "UnkillableStepTimeout=30",
+            # A step that ends while slurmctld is away tells it 60 s later; it mustn't count as unkillable before.
+            "UnkillableStepTimeout=90",
             "OverTimeLimit=0",
             "",
             "# Finished jobs stay visible for ten minutes, and in the history file for good.",
