@@ -27,8 +27,8 @@ from tests.unit.runs import make_run, make_site
 
 REQUEST = SideRequest(
     name="verify",
-    function="miles_hpc.cluster.side_tasks:check_checkpoint",
-    arguments={"run_dir": "/r"},
+    function="miles_hpc.cluster.side_tasks:run_program",
+    arguments={"module": "json.tool", "arguments": ["--help"]},
     roles=("trainer",),
 )
 
