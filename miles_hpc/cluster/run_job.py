@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.cluster.chain import read_starts
-from miles_hpc.cluster.jobs import JobFailed, JobState, JobStatus, Witness, await_end, judge, look
+from miles_hpc.cluster.jobs import JobFailed, JobStatus, Witness, await_end, judge, look
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import read_job
 from miles_hpc.core.paths import RunPaths
 
@@ -109,7 +110,7 @@ def with_outcome(status: JobStatus, outcome: dict[str, Any] | None) -> JobStatus
 
     A job that goes on, goes on: the outcome is then of a start before a requeue.
     """
-    if outcome is None or status.state in (JobState.PENDING, JobState.RUNNING):
+    if outcome is None or status.state.alive:
         return status
     told = str(outcome.get("outcome", ""))
     if told == "completed":

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_hpc.cluster.chain import bad_nodes
-from miles_hpc.cluster.jobs import JobFailed, JobState, JobStatus, Witness, await_end, judge, look
+from miles_hpc.cluster.jobs import JobFailed, JobStatus, Witness, await_end, judge, look
 from miles_hpc.cluster.side_check import check_call
 from miles_hpc.cluster.side_folder import Call, Ended, SideFolder, TaskResult, create, side_folders
 from miles_hpc.cluster.side_keeper import is_alive
 from miles_hpc.cluster.side_plan import SidePlan, SideRequest, plan_side_job
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import SubmittingScheduler
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
@@ -166,9 +167,10 @@ class SideJob:
         status = judge(sighting)
         if status.state not in (JobState.COMPLETED, JobState.FAILED):
             return status
-        end = max((c.end_time or 0.0 for c in (*sighting.components, *sighting.recorded)), default=0.0)
+        told = [*(one.end_time for one in sighting.components), *(one.end for one in sighting.recorded)]
+        end = max((time or 0.0 for time in told), default=0.0)
         if time.time() - end < _RESULT_LAG_S and status.state is JobState.COMPLETED:
-            return JobStatus(JobState.RUNNING, "has ended, its result isn't here yet", status.witness, status.nodes)
+            return JobStatus(JobState.ENDING, "has ended, its result isn't here yet", status.witness, status.nodes)
         return self._without_result(status)
 
     def _without_result(self, status: JobStatus) -> JobStatus:

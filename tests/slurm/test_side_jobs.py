@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from miles_hpc.cli.main import main
-from miles_hpc.cluster.jobs import JobFailed, JobState
+from miles_hpc.cluster.jobs import JobFailed
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs, submit_side_job
 from miles_hpc.cluster.side_plan import SideRequest
 from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.errors import DeadlineExpired, UserError
 from miles_hpc.core.paths import RunPaths
@@ -152,7 +153,7 @@ def test_cancelled(beside: Beside) -> None:
 
     nodes, _ = beside.start_waiting("both", nodes=2)
     queued = beside.start("tell")
-    until(lambda: queued.state() is JobState.PENDING, "the job to wait")
+    until(lambda: queued.state() is JobState.QUEUED, "the job to wait")
     since = time.monotonic()
     queued.cancel()
     assert ends(queued, since)[0] is JobState.CANCELLED

@@ -18,10 +18,11 @@ import pytest
 from checkpoints.manifest import COMPLETE, Counters, JournalPosition, Manifest, extend_lineage, publish_manifest
 from checkpoints.verify import file_entry
 from miles_hpc.cli.main import main
-from miles_hpc.cluster.jobs import JobFailed, JobState
+from miles_hpc.cluster.jobs import JobFailed
 from miles_hpc.cluster.side_folder import SideFolder
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs
 from miles_hpc.cluster.side_keeper import is_alive
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.paths import RunPaths
 from tests.slurm import side_probe
