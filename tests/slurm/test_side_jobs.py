@@ -293,8 +293,10 @@ def test_the_command_line(beside: Beside, monkeypatch: pytest.MonkeyPatch, capsy
     assert [node["exit_code"] for node in told] == [0, 0]
     assert all(result["check"] and result["status"] for node in told for result in node["output"]["results"])
     assert all(node["output"]["results"] for node in told)
-    assert main(["side", root, "verify-checkpoint", "--wait", "60"]) == 1
+    assert main(["side", root, "verify-checkpoint", "--wait", "60"]) == 2
     assert "no complete checkpoint" in capsys.readouterr().err
+    assert main(["side", root, "side_probe:fail", "--wait", "60"]) == 1
+    assert "ValueError: no good" in capsys.readouterr().err
     mark = beside.folder / "one"
     assert main(["side", root, "side_probe:wait_for", "--arg", f"mark={mark}"]) == 0
     until(lambda: beside.begun(mark), "the job to begin")
@@ -306,7 +308,7 @@ def test_the_command_line(beside: Beside, monkeypatch: pytest.MonkeyPatch, capsy
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert [line.split()[2:4] for line in lines[1:]] == [
         ["doctor", "COMPLETED"],
-        ["verify-checkpoint", "FAILED"],
+        ["fail", "FAILED"],
         ["wait-for", "CANCELLED"],
     ]
     assert "SLURM_CPUS_PER_TASK" not in (job.folder.root / f"{job.id}_submission.sh").read_text()
