@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+
+from miles_hpc.cluster.slurm_states import epoch_of, known_text
 
 __all__ = ["SACCT_FIELDS", "AccountingRecord", "NodeHours", "OwnUsage", "newest_start", "parse_sacct", "spent"]
 
@@ -73,21 +74,13 @@ def parse_sacct(text: str) -> list[AccountingRecord]:
                 exit_code=exit_code,
                 elapsed_s=int(elapsed),
                 nodes=int(nodes),
-                start=_epoch(start),
-                end=_epoch(end),
-                hosts="" if hosts in ("None assigned", "(null)", "None", "Unknown") else hosts,
+                start=epoch_of(start),
+                end=epoch_of(end),
+                hosts=known_text(hosts),
                 cancelled_by=by[1] if (by := re.search(r"\bby (\d+)", state)) else "",  # "CANCELLED by 1000"
             )
         )
     return records
-
-
-def _epoch(text: str) -> float | None:
-    """sacct prints local time without a zone, "Unknown" before the event."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
 
 
 def newest_start(records: Iterable[AccountingRecord], leader: int) -> list[AccountingRecord]:

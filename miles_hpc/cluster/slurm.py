@@ -14,13 +14,12 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from miles_hpc.cluster.accounting import SACCT_FIELDS, AccountingRecord, parse_sacct
 from miles_hpc.cluster.lifecycle import remaining_s
 from miles_hpc.cluster.nodelist import compress
-from miles_hpc.cluster.slurm_states import slurm_state
+from miles_hpc.cluster.slurm_states import epoch_of, known_text, slurm_state
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 from miles_hpc.core.walltime import parse_time
 
@@ -318,25 +317,13 @@ def parse_jobs(text: str) -> list[ComponentState]:
                 offset=int(fields.get("HetJobOffset", 0)),
                 name=fields.get("JobName", ""),
                 state=fields.get("JobState", "UNKNOWN"),
-                reason=_known(fields.get("Reason", "")),
-                nodes=_known(fields.get("NodeList", "")),
+                reason=known_text(fields.get("Reason", "")),
+                nodes=known_text(fields.get("NodeList", "")),
                 restarts=int(fields.get("Restarts", 0)),
                 exit_code=fields.get("ExitCode", ""),
-                end_time=_epoch(fields.get("EndTime", "")),
-                start_time=_epoch(fields.get("StartTime", "")),
-                dependency=_known(fields.get("Dependency", "")),
+                end_time=epoch_of(fields.get("EndTime", "")),
+                start_time=epoch_of(fields.get("StartTime", "")),
+                dependency=known_text(fields.get("Dependency", "")),
             )
         )
     return sorted(jobs, key=lambda job: job.offset)
-
-
-def _known(text: str) -> str:
-    return "" if text in ("(null)", "None", "Unknown") else text
-
-
-def _epoch(text: str) -> float | None:
-    """scontrol prints local time without a zone."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None

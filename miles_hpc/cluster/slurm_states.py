@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
+from datetime import datetime
 from enum import StrEnum
 
-__all__ = ["JobState", "exit_words", "most_telling", "slurm_state"]
+__all__ = ["JobState", "epoch_of", "exit_words", "known_text", "most_telling", "slurm_state"]
 
 
 class JobState(StrEnum):
@@ -107,6 +108,19 @@ def slurm_state(word: str) -> JobState:
     """The state that a word of Slurm's stands for, also "CANCELLED by 1000" and "CANCELLED+"; UNKNOWN for others."""
     name = (word.split() or [""])[0].rstrip("+").upper()
     return _SLURM.get(name, JobState.UNKNOWN)
+
+
+def known_text(text: str) -> str:
+    """A field of scontrol or sacct; "" where it holds one of their words for nothing."""
+    return "" if text in ("(null)", "None", "None assigned", "Unknown") else text
+
+
+def epoch_of(text: str) -> float | None:
+    """Epoch seconds of a time as scontrol and sacct print it, local and without a zone; None for "Unknown" and such."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def most_telling(states: Sequence[JobState]) -> int:
