@@ -69,6 +69,8 @@ def make_request(name: str, run_dir: Path, arguments: dict[str, Any], **changes:
         raise UserError(f"no side job '{name}': expected one of {', '.join(KINDS)}, or module:function")
     given = {**request.arguments, **arguments}
     if "run_dir" in request.arguments:
+        if "run_dir" in arguments:
+            raise UserError(f"--arg run_dir={arguments['run_dir']}: '{name}' takes the run directory before its name")
         given["run_dir"] = str(run_dir)
     if isinstance(line := given.get("arguments"), list):
         given["arguments"] = [str(word).replace("{run_dir}", str(run_dir)) for word in line]

@@ -13,9 +13,10 @@ from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cli.watch import EventTail
 from miles_hpc.cli.wording import duration
-from miles_hpc.cluster.job_state import JobState, JobVerdict
+from miles_hpc.cluster.job_state import JobVerdict
 from miles_hpc.cluster.lifecycle import format_time
 from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import read_follow_up, read_jobs
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.load import load_prepared

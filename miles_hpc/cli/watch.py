@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.story_reducer import StoryReducer
 from miles_hpc.cli.watch_view import LiveView, PlainLines
-from miles_hpc.cluster.job_state import JobState, JobVerdict
+from miles_hpc.cluster.job_state import JobVerdict
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
 

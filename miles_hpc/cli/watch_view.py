@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from miles_hpc.cli.story import FAULTS, ROLES, RunStory, TrainedStep
 from miles_hpc.cli.wording import duration, quantity
-from miles_hpc.cluster.job_state import JobState, JobVerdict
+from miles_hpc.cluster.job_state import JobVerdict
+from miles_hpc.cluster.slurm_states import JobState
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+
+from miles_hpc.cluster.slurm_states import epoch_of, known_text
 
 __all__ = ["SACCT_FIELDS", "AccountingRecord", "NodeHours", "OwnUsage", "newest_start", "parse_sacct", "spent"]
 
 #: Columns of `sacct --parsable2` that `parse_sacct` reads, in this order; a name may hold "|", so it comes last.
-SACCT_FIELDS = ("JobID", "State", "ExitCode", "ElapsedRaw", "AllocNodes", "Start", "JobName")
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "ElapsedRaw", "AllocNodes", "NodeList", "Start", "End", "JobName")
 _ID = re.compile(r"(\d+)(?:\+(\d+))?\Z")
 
 
@@ -26,10 +27,13 @@ class AccountingRecord:
     offset: int  # 0 for the leader and for plain jobs
     name: str
     state: str  # RUNNING, COMPLETED, REQUEUED, CANCELLED, ...: the first word
-    exit_code: str
+    exit_code: str  # sacct takes 128 off a code above it: scontrol's 137:0 is its 9:0 (seen with 22.05)
     elapsed_s: int
     nodes: int  # 0 before the start
     start: float | None  # epoch seconds; None before the start
+    end: float | None = None  # None before the end
+    hosts: str = ""  # a host list; "" before the start
+    cancelled_by: str = ""  # user id; "" = not said
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def parse_sacct(text: str) -> list[AccountingRecord]:
         fields = line.split("|", len(SACCT_FIELDS) - 1)
         if len(fields) != len(SACCT_FIELDS):
             continue
-        job_id, state, exit_code, elapsed, nodes, start, name = fields
+        job_id, state, exit_code, elapsed, nodes, hosts, start, end, name = fields
         found = _ID.match(job_id)
         if found is None or not state.strip() or not elapsed.isdigit() or not nodes.isdigit():
             continue  # a step, an array's task
@@ -66,22 +70,17 @@ def parse_sacct(text: str) -> list[AccountingRecord]:
                 leader=int(found[1]),
                 offset=int(found[2] or 0),
                 name=name,
-                state=state.split()[0],  # "CANCELLED by 1000"
+                state=state.split()[0],
                 exit_code=exit_code,
                 elapsed_s=int(elapsed),
                 nodes=int(nodes),
-                start=_epoch(start),
+                start=epoch_of(start),
+                end=epoch_of(end),
+                hosts=known_text(hosts),
+                cancelled_by=by[1] if (by := re.search(r"\bby (\d+)", state)) else "",  # "CANCELLED by 1000"
             )
         )
     return records
-
-
-def _epoch(text: str) -> float | None:
-    """sacct prints local time without a zone, "Unknown" before the start."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
 
 
 def newest_start(records: Iterable[AccountingRecord], leader: int) -> list[AccountingRecord]:

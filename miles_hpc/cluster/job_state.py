@@ -1,4 +1,4 @@
-"""Where a job stands, judged from three witnesses. Pure: asking them is elsewhere.
+"""Where a run's job stands, judged from three witnesses. Pure: asking them is elsewhere.
 
     scontrol           SchedulerView ──┐
     sacct              AccountingView ─┼── judge ──▶ JobVerdict: a state, the evidence as a sentence, warnings
@@ -12,54 +12,26 @@
 
 An exit code proves nothing (srun's was 0 after a node loss): only the run's own records say that it is complete, or
 that it saved its state and wants another allocation (PAUSED while none is queued).
+
+`cluster.jobs` has a judge of its own, for any job of Slurm's: it asks sacct only when scontrol has nothing, knows of no
+attempts, requeues and follow-ups, and its answer is for waiting, not for reading. Words, ends and exit codes are those
+of `slurm_states` in both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from miles_hpc.cluster.accounting import AccountingRecord
 from miles_hpc.cluster.pending import explain_reason
-from miles_hpc.cluster.slurm import ACTIVE_STATES, ComponentState
+from miles_hpc.cluster.slurm import ComponentState
+from miles_hpc.cluster.slurm_states import JobState, exit_words, most_telling, slurm_state
 
-__all__ = ["AccountingView", "JobState", "JobVerdict", "OwnRecords", "SchedulerView", "judge", "span_text"]
+__all__ = ["AccountingView", "JobVerdict", "OwnRecords", "SchedulerView", "judge", "span_text"]
 
 #: Clocks of slurmctld's host and of the batch host may differ by so much.
 _SKEW_S = 30.0
-
-
-class JobState(StrEnum):
-    """What `status` says of a run's job. The names of ends are Slurm's where Slurm has one."""
-
-    NOT_SUBMITTED = "NOT SUBMITTED"
-    QUEUED = "QUEUED"
-    REQUEUED = "REQUEUED"  # in the queue again after a start
-    STARTING = "STARTING"  # has nodes; trainer and rollout aren't both there yet
-    RUNNING = "RUNNING"
-    SUSPENDED = "SUSPENDED"
-    ENDING = "ENDING"
-    COMPLETED = "COMPLETED"  # the run is, by its own records
-    PAUSED = "PAUSED"  # state is saved, no next allocation is queued
-    HALTED = "HALTED"  # by the chain's own rules: no progress, or the budget of allocations is used up
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    NODE_FAIL = "NODE_FAIL"
-    TIMEOUT = "TIMEOUT"
-    PREEMPTED = "PREEMPTED"
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    BOOT_FAIL = "BOOT_FAIL"
-    DEADLINE = "DEADLINE"
-    ENDED = "ENDED"  # it is over, and nobody says how
-    UNKNOWN = "UNKNOWN"  # it may be over or not
-
-
-#: Ends by what tells most of the cause: a component that failed takes the others along as CANCELLED.
-_ENDS = ("NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "TIMEOUT", "PREEMPTED", "DEADLINE", "FAILED", "CANCELLED")
-_OVER = frozenset({*_ENDS, "COMPLETED", "PAUSED", "HALTED", "ENDED"})
-#: Ends that Slurm knows better than the run, which was only killed.
-_FROM_OUTSIDE = frozenset(_ENDS) - {"FAILED"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +80,7 @@ class JobVerdict:
     @property
     def over(self) -> bool:
         """Whether nothing of the run is queued or running, as far as anybody says."""
-        return self.state in _OVER
+        return self.state.over
 
     @property
     def line(self) -> str:
@@ -157,20 +129,22 @@ class _Listed:
         return replace(found, warnings=(*self._ended_components(active), *found.warnings))
 
     def _active(self, active: Sequence[ComponentState]) -> JobVerdict:
-        states = {c.state for c in active}
-        if states <= {"PENDING"}:
+        states = {slurm_state(c.state) for c in active}
+        if states == {JobState.QUEUED}:
             again = any(c.restarts for c in active)
             return self._say(JobState.REQUEUED if again else JobState.QUEUED, waiting_text(active, self.now))
-        leader = active[0].state
-        if leader.startswith("REQUEUE"):
-            return self._say(JobState.REQUEUED, f"Slurm says {leader}")
-        if leader in ("SUSPENDED", "STOPPED"):
-            return self._say(JobState.SUSPENDED, f"Slurm says {leader}: it holds its nodes and computes nothing")
-        if "CONFIGURING" in states:
+        known = [c.state for c in active if slurm_state(c.state) is not JobState.UNKNOWN]
+        if not known:
+            word = active[0].state
+            return self._say(JobState.UNKNOWN, f"Slurm says {word}, which this version doesn't know: see 'man squeue'")
+        word, leader = known[0], slurm_state(known[0])
+        if leader is JobState.SUSPENDED:
+            return self._say(leader, f"Slurm says {word}: it holds its nodes and computes nothing")
+        if JobState.STARTING in states:
             return self._say(JobState.STARTING, "Slurm sets its nodes up (CONFIGURING)")
-        if leader in ("COMPLETING", "STAGE_OUT"):
-            return self._say(JobState.ENDING, f"Slurm says {leader}")
-        return self._running(leader)
+        if leader in (JobState.REQUEUED, JobState.ENDING):
+            return self._say(leader, f"Slurm says {word}")
+        return self._running(word)
 
     def _running(self, slurm_says: str) -> JobVerdict:
         own = self._own_of_this_start()
@@ -212,7 +186,8 @@ class _Listed:
             return self.own if self.own.restart == restarts else OwnRecords(silent_after_s=self.own.silent_after_s)
         if not restarts:
             return self.own
-        starts = [c.start_time for c in self.components if c.start_time is not None and c.state != "PENDING"]
+        begun = [c for c in self.components if slurm_state(c.state) is not JobState.QUEUED]
+        starts = [c.start_time for c in begun if c.start_time is not None]
         return _of_this_start(self.own, min(starts, default=None))
 
     def _ended_components(self, active: Sequence[ComponentState]) -> list[str]:
@@ -220,7 +195,7 @@ class _Listed:
         if not gone:
             return []
         names = ", ".join(f"{c.name} is {c.state}" + _exit_text(c.exit_code) for c in gone)
-        if any(c.state == "PENDING" for c in active):
+        if any(slurm_state(c.state) is JobState.QUEUED for c in active):
             return [f"{names}: the rest of the job can't start: 'miles-hpc cancel', then 'miles-hpc resume'"]
         return [f"{names}: the job goes on without these nodes"]
 
@@ -265,7 +240,7 @@ def _unlisted(
     away = bool(scheduler.failure)
     slurm = f"Slurm doesn't answer ({scheduler.failure})" if away else "Slurm doesn't know the job (any more)"
     states = {record.state for record in accounting.records}
-    if states and not states & ACTIVE_STATES:
+    if states and all(slurm_state(word).over for word in states):
         ends = [(record.state, record.exit_code) for record in accounting.records]
         start = min((record.start for record in accounting.records if record.start is not None), default=None)
         return _ended(job_id, ends, _of_this_start(own, start), f"{slurm}; sacct says")
@@ -315,8 +290,8 @@ def _without_job(own: OwnRecords, now: float) -> JobVerdict:
 
 def _ended(job_id: int | None, ends: Sequence[tuple[str, str]], own: OwnRecords, who: str) -> JobVerdict:
     """A job of which every component has ended. `ends` are (state, exit code) by component, "" when nobody says."""
-    worst = min(ends, key=lambda end: _ENDS.index(end[0]) if end[0] in _ENDS else len(_ENDS), default=("", ""))
-    word, exit_code = worst
+    word, exit_code = ends[most_telling([slurm_state(word) for word, _ in ends])] if ends else ("", "")
+    state = slurm_state(word)
     slurm = f"{who} {word}{_exit_text(exit_code)}" if word else ""
     told = _told(own) if own.outcome else ""
     evidence = "; ".join(part for part in (told, slurm) if part)
@@ -325,13 +300,13 @@ def _ended(job_id: int | None, ends: Sequence[tuple[str, str]], own: OwnRecords,
     if own.outcome == "continue":
         go_on = "no next allocation is queued: 'miles-hpc resume' continues"
         return JobVerdict(job_id, JobState.PAUSED, f"{evidence}; {go_on}")
-    if word in _FROM_OUTSIDE:
-        return JobVerdict(job_id, JobState(word), evidence)
+    if state.from_outside:
+        return JobVerdict(job_id, state, evidence)
     if own.outcome == "stopped":
         return JobVerdict(job_id, JobState.HALTED, evidence)
-    if word == "FAILED" or own.outcome == "failed":
+    if state is JobState.FAILED or own.outcome == "failed":
         return JobVerdict(job_id, JobState.FAILED, evidence)
-    if word == "COMPLETED":
+    if state is JobState.COMPLETED:
         evidence += "; that says nothing of the run, whose records don't call it complete"
     return JobVerdict(job_id, JobState.ENDED, evidence)
 
@@ -352,8 +327,5 @@ def _no_records(accounting: AccountingView) -> str:
 
 
 def _exit_text(exit_code: str) -> str:
-    """Slurm writes code:signal; 0:0 isn't worth a word."""
-    code, _, signal = exit_code.partition(":")
-    if signal not in ("", "0"):
-        return f" (signal {signal})"
-    return f" (exit code {code})" if code not in ("", "0") else ""
+    words = exit_words(exit_code)
+    return f" ({words})" if words else ""

@@ -13,35 +13,35 @@
 
 A job that isn't listed any more isn't a failed job: slurmctld forgets ended jobs after MinJobAge, and many clusters
 have no accounting (slurm.conf(5)). Ids start again when a cluster loses its state, so a job is known by id and name.
+
+`cluster.job_state` has a judge of its own, for what `status` says of a run: there the run's records are a witness that
+contradicts Slurm's or stands in for it. A side job has no records before its results, which decide alone; so nothing
+here weighs one witness against another. Words, ends and exit codes are those of `slurm_states` in both.
 """
 
 from __future__ import annotations
 
-import re
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_hpc.cluster.accounting import AccountingRecord, newest_start
 from miles_hpc.cluster.slurm import ComponentState
+from miles_hpc.cluster.slurm_states import JobState, exit_words, most_telling, slurm_state
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError
 
 __all__ = [
     "JobFailed",
     "JobHandle",
-    "JobState",
     "JobStatus",
     "Sighting",
     "Witness",
     "await_end",
-    "exit_words",
     "judge",
     "look",
-    "slurm_state",
 ]
 
 _FIRST_POLL_S = 0.2
@@ -50,53 +50,23 @@ _LAST_POLL_S = 3.0  # each poll is a request to slurmctld
 _FORGOTTEN_S = 30.0
 
 
-class JobState(StrEnum):
-    """Where a job stands. UNKNOWN isn't an end: evidence may still come."""
-
-    UNKNOWN = "UNKNOWN"
-    PENDING = "PENDING"
-    RUNNING = "RUNNING"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    TIMEOUT = "TIMEOUT"
-    NODE_FAIL = "NODE_FAIL"
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    PREEMPTED = "PREEMPTED"
-
-
-_OPEN = frozenset({JobState.UNKNOWN, JobState.PENDING, JobState.RUNNING})
-
-#: Slurm's words for states (squeue(1), JOB STATE CODES; sacct(1)) that aren't those of JobState.
-_SLURM_STATES = {
-    "BOOT_FAIL": JobState.NODE_FAIL,
-    "COMPLETING": JobState.RUNNING,
-    "CONFIGURING": JobState.PENDING,
-    "DEADLINE": JobState.TIMEOUT,
-    "LAUNCH_FAILED": JobState.FAILED,
-    "RECONFIG_FAIL": JobState.FAILED,
-    "REQUEUED": JobState.PENDING,
-    "REQUEUE_FED": JobState.PENDING,
-    "REQUEUE_HOLD": JobState.PENDING,
-    "RESIZING": JobState.RUNNING,
-    "RESV_DEL_HOLD": JobState.PENDING,
-    "REVOKED": JobState.CANCELLED,
-    "SIGNALING": JobState.RUNNING,
-    "SPECIAL_EXIT": JobState.PENDING,
-    "STAGE_OUT": JobState.RUNNING,
-    "STOPPED": JobState.RUNNING,
-    "SUSPENDED": JobState.RUNNING,
-}
-
-#: Which end of a component tells most about the job: one that fails takes the others along as CANCELLED.
-_TELLING = (
-    JobState.NODE_FAIL,
-    JobState.OUT_OF_MEMORY,
-    JobState.TIMEOUT,
-    JobState.PREEMPTED,
-    JobState.FAILED,
-    JobState.CANCELLED,
+#: What goes on in any component goes on in the job; of several states the first of these.
+_GOES_ON = (
+    JobState.RUNNING,
+    JobState.SUSPENDED,
+    JobState.STARTING,
+    JobState.ENDING,
+    JobState.REQUEUED,
+    JobState.QUEUED,
+    JobState.UNKNOWN,
 )
+
+#: Ends whose cause is always the same.
+_ENDS = {
+    JobState.BOOT_FAIL: "a node didn't boot",
+    JobState.DEADLINE: "it could not end before its deadline",
+    JobState.TIMEOUT: "the time limit was reached",
+}
 
 
 class JobFailed(MilesError):
@@ -119,7 +89,7 @@ class JobStatus:
 
     @property
     def ended(self) -> bool:
-        return self.state not in _OPEN
+        return self.state.over
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
@@ -186,7 +156,7 @@ class Witness(Protocol):
 
     def components(self, job_id: int) -> list[ComponentState]: ...
 
-    def recorded(self, job_id: int) -> list[ComponentState]: ...
+    def accounting(self, job_ids: Sequence[int]) -> list[AccountingRecord]: ...
 
     def cancel(self, job_id: int) -> None: ...
 
@@ -196,7 +166,7 @@ class Sighting:
     """What Slurm's two witnesses said of one job at one moment."""
 
     components: tuple[ComponentState, ...] = ()  # by scontrol; () when it doesn't know the job
-    recorded: tuple[ComponentState, ...] = ()  # by sacct, asked when scontrol had nothing; () when it knows nothing
+    recorded: tuple[AccountingRecord, ...] = ()  # by sacct, of the newest start; asked when scontrol had nothing
     complaint: str = ""  # why scontrol gave no answer; "" when it gave one
 
 
@@ -204,28 +174,24 @@ def look(slurm: Witness, job_id: int, name: str) -> Sighting:
     """Ask scontrol, and sacct when that has nothing. `name` begins the names of all the job's components."""
     complaint = ""
     try:
-        components = _named(slurm.components(job_id), name)
+        components = tuple(one for one in slurm.components(job_id) if one.name.startswith(name))
     except MilesError as error:
         components, complaint = (), str(error)
     if components:
         return Sighting(components=components)
     try:
-        recorded = _named(slurm.recorded(job_id), name)
+        records = [one for one in slurm.accounting([job_id]) if one.name.startswith(name)]
     except MilesError:  # one witness less
-        recorded = ()
-    return Sighting(recorded=recorded, complaint=complaint)
-
-
-def _named(components: Sequence[ComponentState], name: str) -> tuple[ComponentState, ...]:
-    return tuple(component for component in components if component.name.startswith(name))
+        records = []
+    return Sighting(recorded=tuple(newest_start(records, job_id)), complaint=complaint)
 
 
 def judge(sighting: Sighting) -> JobStatus:
     """The state that follows from a sighting; of accounting only ends count: it may miss one."""
     if sighting.components:
-        return _combined(sighting.components, "scontrol")
+        return _combined([_Part.of_component(one) for one in sighting.components], "scontrol")
     if sighting.recorded:
-        status = _combined(sighting.recorded, "sacct")
+        status = _combined([_Part.of_record(one) for one in sighting.recorded], "sacct")
         if status.ended:
             return status
     if sighting.complaint:
@@ -235,61 +201,52 @@ def judge(sighting: Sighting) -> JobStatus:
     return JobStatus(JobState.UNKNOWN, "slurmctld doesn't know it (any more), and no accounting does", forgotten=True)
 
 
-def _combined(components: Sequence[ComponentState], witness: str) -> JobStatus:
+@dataclass(frozen=True)
+class _Part:
+    """One component by one witness. `note` is what that says besides: why it waits, who cancelled it."""
+
+    word: str  # Slurm's
+    exit_code: str
+    nodes: str
+    note: str
+
+    @classmethod
+    def of_component(cls, one: ComponentState) -> _Part:
+        state = slurm_state(one.state)
+        # The reason of a job that was cancelled is why it waited before.
+        return cls(one.state, one.exit_code, one.nodes, "" if state is JobState.CANCELLED else one.reason)
+
+    @classmethod
+    def of_record(cls, one: AccountingRecord) -> _Part:
+        by = f"by user id {one.cancelled_by}" if one.cancelled_by else ""
+        return cls(one.state, one.exit_code, one.hosts, by)
+
+
+def _combined(parts: Sequence[_Part], witness: str) -> JobStatus:
     """One state for all components: that of one which goes on, else the end that tells most."""
-    nodes = ",".join(component.nodes for component in components if component.nodes)
-    states = [slurm_state(component.state) for component in components]
-    for wanted in (JobState.RUNNING, JobState.PENDING, JobState.UNKNOWN):
+    nodes = ",".join(part.nodes for part in parts if part.nodes)
+    states = [slurm_state(part.word) for part in parts]
+    for wanted in _GOES_ON:
         if wanted in states:
-            component = components[states.index(wanted)]
-            reason = component.reason if wanted is JobState.PENDING else ""
-            if component.state == "COMPLETING":
-                reason = "its processes are being ended"
-            return JobStatus(wanted, reason, witness, nodes)
-    for wanted in _TELLING:
-        if wanted in states:
-            return JobStatus(wanted, _end_words(components[states.index(wanted)], wanted), witness, nodes)
-    return JobStatus(JobState.COMPLETED, "", witness, nodes)
+            return JobStatus(wanted, _open_words(parts[states.index(wanted)], wanted), witness, nodes)
+    end = most_telling(states)
+    return JobStatus(states[end], _end_words(parts[end], states[end]), witness, nodes)
 
 
-def slurm_state(word: str) -> JobState:
-    """JobState for a word of Slurm's, also "CANCELLED by 1000" and "CANCELLED+"; UNKNOWN for one that it isn't."""
-    name = (word.split() or [""])[0].rstrip("+").upper()
-    return _SLURM_STATES.get(name) or JobState.__members__.get(name, JobState.UNKNOWN)
+def _open_words(part: _Part, state: JobState) -> str:
+    if state in (JobState.QUEUED, JobState.REQUEUED):
+        return part.note
+    if state is JobState.ENDING:
+        return "its processes are being ended"
+    return f"Slurm says {part.word}, which this version doesn't know" if state is JobState.UNKNOWN else ""
 
 
-def _end_words(component: ComponentState, state: JobState) -> str:
-    if state is JobState.FAILED:
-        return exit_words(component.exit_code) or component.reason
-    if state is JobState.TIMEOUT:
-        return "the time limit was reached"
+def _end_words(part: _Part, state: JobState) -> str:
     if state is JobState.NODE_FAIL:
-        return f"a node went down, of {component.nodes}" if component.nodes else "a node went down"
-    found = re.search(r"\bby (\d+)", component.state)  # sacct: "CANCELLED by 1000"
-    return f"by user id {found[1]}" if found else ""
-
-
-def exit_words(code: str) -> str:
-    """Slurm's "exit code:signal" in words; "" for success and for what isn't one.
-
-    A shell says 128 + n for a child that signal n ended, and srun does the same.
-    """
-    found = re.match(r"(\d+):(\d+)", code)
-    if found is None:
-        return ""
-    status, number = int(found[1]), int(found[2])
-    if number:
-        return f"ended by {_signal_name(number)}"
-    if 128 < status < 128 + signal.NSIG:
-        return f"exit code {status}: a process was ended by {_signal_name(status - 128)}"
-    return f"exit code {status}" if status else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return f"a node went down, of {part.nodes}" if part.nodes else "a node went down"
+    if state is JobState.FAILED:
+        return exit_words(part.exit_code) or part.note
+    return _ENDS.get(state, part.note if state is JobState.CANCELLED else "")
 
 
 def await_end(

@@ -7,20 +7,23 @@ code that Slurm calls FAILED. So the attempt's outcome.json, which its superviso
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from miles_hpc.cluster.chain import read_starts
-from miles_hpc.cluster.jobs import JobFailed, JobState, JobStatus, Witness, await_end, judge, look
-from miles_hpc.cluster.submit import read_job
+from miles_hpc.cluster.jobs import JobFailed, JobStatus, Witness, await_end, judge, look
+from miles_hpc.cluster.slurm_states import JobState
+from miles_hpc.cluster.submit import read_follow_up, read_job, read_submitted
 from miles_hpc.core.paths import RunPaths
 
 __all__ = ["RunJob", "with_outcome"]
 
 
 class RunJob:
-    """The latest submission of a run, known by its leader's id. A JobHandle; `open` makes one."""
+    """One job of a run, known by its leader's id: the latest, or the one that waits behind it. A JobHandle.
+
+    `open` and `open_next` make one.
+    """
 
     def __init__(self, paths: RunPaths, job_id: int, run_name: str, slurm: Witness | None) -> None:
         self._paths = paths
@@ -34,6 +37,12 @@ class RunJob:
         job_id = read_job(paths)
         return None if job_id is None else cls(paths, job_id, run_name, slurm)
 
+    @classmethod
+    def open_next(cls, paths: RunPaths, run_name: str, slurm: Witness | None) -> RunJob | None:
+        """The handle of the follow-up: the next allocation, which waits for the latest; None without one."""
+        job_id = read_follow_up(paths)
+        return None if job_id is None else cls(paths, job_id, run_name, slurm)
+
     @property
     def id(self) -> str:
         return str(self._job_id)
@@ -44,11 +53,7 @@ class RunJob:
 
     @property
     def submitted(self) -> float | None:
-        try:
-            note = json.loads(self._paths.job.read_bytes())
-            return datetime.fromisoformat(note["submitted"]).timestamp()
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return read_submitted(self._paths, self._job_id)
 
     @property
     def stdout_path(self) -> Path:
@@ -109,7 +114,7 @@ def with_outcome(status: JobStatus, outcome: dict[str, Any] | None) -> JobStatus
 
     A job that goes on, goes on: the outcome is then of a start before a requeue.
     """
-    if outcome is None or status.state in (JobState.PENDING, JobState.RUNNING):
+    if outcome is None or status.state.alive:
         return status
     told = str(outcome.get("outcome", ""))
     if told == "completed":

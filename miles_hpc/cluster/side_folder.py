@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from checkpoints.publish import publish_bytes
-from miles_hpc.cluster.jobs import JobState
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.core.errors import IntegrityError, UserError
 
 __all__ = ["Call", "Ended", "SideFolder", "Submitted", "TaskResult", "check_private", "create", "side_folders"]

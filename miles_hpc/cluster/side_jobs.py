@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import signal
@@ -27,10 +26,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_hpc.cluster.chain import bad_nodes
-from miles_hpc.cluster.jobs import JobFailed, JobState, JobStatus, Witness, await_end, judge, look
+from miles_hpc.cluster.jobs import JobFailed, JobStatus, Witness, await_end, judge, look
+from miles_hpc.cluster.side_check import check_call
 from miles_hpc.cluster.side_folder import Call, Ended, SideFolder, TaskResult, create, side_folders
 from miles_hpc.cluster.side_keeper import is_alive
-from miles_hpc.cluster.side_plan import OUR_PACKAGES, SidePlan, SideRequest, plan_side_job
+from miles_hpc.cluster.side_plan import SidePlan, SideRequest, plan_side_job
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import SubmittingScheduler
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
@@ -166,9 +167,10 @@ class SideJob:
         status = judge(sighting)
         if status.state not in (JobState.COMPLETED, JobState.FAILED):
             return status
-        end = max((c.end_time or 0.0 for c in (*sighting.components, *sighting.recorded)), default=0.0)
+        told = [*(one.end_time for one in sighting.components), *(one.end for one in sighting.recorded)]
+        end = max((time or 0.0 for time in told), default=0.0)
         if time.time() - end < _RESULT_LAG_S and status.state is JobState.COMPLETED:
-            return JobStatus(JobState.RUNNING, "has ended, its result isn't here yet", status.witness, status.nodes)
+            return JobStatus(JobState.ENDING, "has ended, its result isn't here yet", status.witness, status.nodes)
         return self._without_result(status)
 
     def _without_result(self, status: JobStatus) -> JobStatus:
@@ -205,12 +207,13 @@ def submit_side_job(
 ) -> SideJob:
     """Start a side job of a prepared run: on the site's nodes, or on this machine (`local`, sites without scheduler).
 
-    Raises UserError for bad input and for what sbatch refuses, with nothing left behind; DeadlineExpired when sbatch
-    doesn't answer: the folder stays then, since the job may have been taken.
+    Raises UserError for bad input (`side_check` says which of it is seen before the node does) and for what sbatch
+    refuses, with nothing left behind; DeadlineExpired when sbatch doesn't answer: the folder stays then, since the
+    job may have been taken.
     """
     local = local or site.scheduler == "none"
-    _check_function(run, request.function)
     plan_side_job(run, site, paths, request, number=0, local=local)  # complains before anything is written
+    check_call(run.python_path, f"side job '{request.name}'", request.function, request.arguments)
     if not local and slurm is None:
         raise UserError(f"site '{site.name}' has a scheduler: expected a Slurm client, or --local")
     folder = create(paths.side_jobs)
@@ -289,25 +292,6 @@ def _start_keeper(folder: SideFolder, plan: SidePlan) -> None:
             keeper.wait()
             raise deadline.error()
         time.sleep(0.05)
-
-
-def _check_function(run: RunConfig, function: str) -> None:
-    """Raise UserError for a function of a module that isn't ours and isn't in the run's own folders."""
-    module = function.partition(":")[0]
-    top = module.partition(".")[0]
-    if top in OUR_PACKAGES:
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-    else:
-        own = [Path(folder, top) for folder in run.python_path]
-        found = any(path.is_dir() or path.with_suffix(".py").is_file() for path in own)
-    if not found:
-        raise UserError(
-            f"function '{function}': no module {module}: expected one of {' or '.join(OUR_PACKAGES)}, "
-            "or of a folder in the run's python_path"
-        )
 
 
 def _by_results(results: Sequence[TaskResult | None]) -> JobStatus | None:

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from miles_hpc.cluster.jobs import JobState
 from miles_hpc.cluster.side_folder import Call, Ended, SideFolder, Submitted
+from miles_hpc.cluster.slurm_states import JobState
 
 __all__ = ["boot_id", "is_alive", "main", "start_ticks"]
 

@@ -17,7 +17,7 @@ _ABSENT_IS_FINE = {
     "aliases", "directives", "env", "env_multi_node", "env_set", "env_sets", "env_single_node", "gpu_request",
     "host_variables", "inherits", "interface",
     "layouts_why", "modules", "notes", "proxy", "python", "qos", "slurm_version_min", "sources", "title", "verified",
-    "fabric.hostname_suffix", "sbatch.cpus_per_gpu_min", "sbatch.forbidden", "sbatch.gpu_bind", "sbatch.required",
+    "sbatch.cpus_per_gpu_min", "sbatch.forbidden", "sbatch.gpu_bind", "sbatch.required",
     "topology.segment_nodes", "lifecycle.chaining_forbidden",
 }  # fmt: skip
 #: The same inside lists of tables.

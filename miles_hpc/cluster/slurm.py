@@ -14,17 +14,16 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from miles_hpc.cluster.accounting import SACCT_FIELDS, AccountingRecord, parse_sacct
 from miles_hpc.cluster.lifecycle import remaining_s
 from miles_hpc.cluster.nodelist import compress
+from miles_hpc.cluster.slurm_states import epoch_of, known_text, slurm_state
 from miles_hpc.core.errors import DeadlineExpired, MilesError, UserError
 from miles_hpc.core.walltime import parse_time
 
 __all__ = [
-    "ACTIVE_STATES",
     "ComponentState",
     "NoSlurm",
     "PartitionLimits",
@@ -34,26 +33,8 @@ __all__ = [
     "is_away",
     "parse_jobs",
     "parse_limits",
-    "parse_records",
 ]
 
-#: Job states in which a job still holds or waits for nodes (squeue(1), JOB STATE CODES).
-ACTIVE_STATES = frozenset(
-    {
-        "COMPLETING",
-        "CONFIGURING",
-        "PENDING",
-        "REQUEUED",
-        "REQUEUE_FED",
-        "REQUEUE_HOLD",
-        "RESIZING",
-        "RUNNING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "STOPPED",
-        "SUSPENDED",
-    }
-)
 #: What sbatch and srun take from the environment: it must not leak from one allocation into a submission.
 _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z/:_]*)=")
@@ -101,7 +82,8 @@ class ComponentState:
 
     @property
     def active(self) -> bool:
-        return self.state in ACTIVE_STATES
+        """Whether it waits for nodes or holds some; a state that isn't known may."""
+        return not slurm_state(self.state).over
 
 
 @dataclass(frozen=True)
@@ -168,18 +150,6 @@ class Slurm:
                 return []
             raise
         return parse_jobs(answer)
-
-    def recorded(self, job_id: int) -> list[ComponentState]:
-        """All components by offset as accounting knows them, some seconds late; empty without accounting.
-
-        Without it sacct refuses with a message, or isn't installed, or can't reach slurmdbd: all the same here.
-        """
-        fields = "--format=JobID,State,ExitCode,NodeList,End,JobName"
-        try:
-            answer = self._run("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", fields)
-        except (SlurmError, UserError):
-            return []
-        return parse_records(answer)
 
     def state(self, job_id: int) -> list[str]:
         """The state of each component; empty when Slurm doesn't know the job (any more)."""
@@ -347,55 +317,13 @@ def parse_jobs(text: str) -> list[ComponentState]:
                 offset=int(fields.get("HetJobOffset", 0)),
                 name=fields.get("JobName", ""),
                 state=fields.get("JobState", "UNKNOWN"),
-                reason=_known(fields.get("Reason", "")),
-                nodes=_known(fields.get("NodeList", "")),
+                reason=known_text(fields.get("Reason", "")),
+                nodes=known_text(fields.get("NodeList", "")),
                 restarts=int(fields.get("Restarts", 0)),
                 exit_code=fields.get("ExitCode", ""),
-                end_time=_epoch(fields.get("EndTime", "")),
-                start_time=_epoch(fields.get("StartTime", "")),
-                dependency=_known(fields.get("Dependency", "")),
+                end_time=epoch_of(fields.get("EndTime", "")),
+                start_time=epoch_of(fields.get("StartTime", "")),
+                dependency=known_text(fields.get("Dependency", "")),
             )
         )
     return sorted(jobs, key=lambda job: job.offset)
-
-
-def parse_records(text: str) -> list[ComponentState]:
-    """`sacct --parsable2` with JobID, State, ExitCode, NodeList, End, JobName: a het component's id is "12+1".
-
-    The state keeps sacct's detail, "CANCELLED by 1000". Accounting has no reason and no count of restarts, and sacct
-    takes 128 off an exit code above it: scontrol's 137:0 is its 9:0 (seen with 22.05).
-    """
-    jobs = []
-    for line in text.splitlines():
-        cells = line.split("|", 5)
-        found = re.fullmatch(r"(\d+)(?:\+(\d+))?", cells[0])
-        if found is None or len(cells) != 6:
-            continue
-        _, state, exit_code, nodes, end, name = cells
-        offset = int(found[2] or 0)
-        jobs.append(
-            ComponentState(
-                job_id=int(found[1]) + offset,
-                offset=offset,
-                name=name,
-                state=state,
-                reason="",
-                nodes="" if nodes == "None assigned" else _known(nodes),
-                restarts=0,
-                exit_code=exit_code,
-                end_time=_epoch(end),
-            )
-        )
-    return sorted(jobs, key=lambda job: job.offset)
-
-
-def _known(text: str) -> str:
-    return "" if text in ("(null)", "None", "Unknown") else text
-
-
-def _epoch(text: str) -> float | None:
-    """scontrol prints local time without a zone."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None

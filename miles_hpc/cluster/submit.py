@@ -45,6 +45,7 @@ __all__ = [
     "read_follow_up",
     "read_job",
     "read_jobs",
+    "read_submitted",
     "submit_follow_up",
     "submit_prepared",
 ]
@@ -190,7 +191,7 @@ def submit_prepared(paths: RunPaths, slurm: SubmittingScheduler) -> int:
             without = f"without {', '.join(exclude)}, which {paths.bad_nodes} lists: take those out that are well again"
             raise UserError(f"{error} ({without})") from error
         adopt_job(paths, job_id)
-        _write_job_file(paths, _job_file(paths) | {"submitted": _now()})
+        _write_job_file(paths, _with_time(_job_file(paths), job_id))
         return job_id
 
 
@@ -201,7 +202,7 @@ def submit_follow_up(paths: RunPaths, slurm: SubmittingScheduler, after: int, *,
     """
     _job_file(paths)  # what can't be read is known before anything is queued
     job_id = slurm.submit(paths.job_script, dependency=f"afterany:{after}", exclude=exclude)
-    _write_job_file(paths, _job_file(paths) | {"follow_up": job_id})
+    _write_job_file(paths, _with_time(_job_file(paths), job_id) | {"follow_up": job_id})
     return job_id
 
 
@@ -261,6 +262,14 @@ def read_follow_up(paths: RunPaths) -> int | None:
     return job_id if isinstance(job_id, int) else None
 
 
+def read_submitted(paths: RunPaths, job_id: int) -> float | None:
+    """When this job of the run was submitted, epoch seconds; None when nobody noted that."""
+    try:
+        return datetime.fromisoformat(_job_file(paths)["submitted"][str(job_id)]).timestamp()
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+
+
 def read_first_attempt(paths: RunPaths) -> int:
     """The first attempt of the newest submission by hand."""
     first = _job_file(paths).get("first_attempt")
@@ -275,6 +284,12 @@ def _with_earlier(note: dict[str, Any]) -> list[int]:
 def _may_exclude(paths: RunPaths) -> bool:
     site: dict[str, Any] = tomllib.loads(paths.site_toml.read_text()) if paths.site_toml.is_file() else {}
     return site.get("sbatch", {}).get("exclude_allowed") is not False
+
+
+def _with_time(note: dict[str, Any], job_id: int) -> dict[str, Any]:
+    """With the time of this submission; a job that nobody noted has none."""
+    times = note.get("submitted")
+    return note | {"submitted": {**(times if isinstance(times, dict) else {}), str(job_id): _now()}}
 
 
 def _write_job_file(paths: RunPaths, note: dict[str, Any]) -> None:

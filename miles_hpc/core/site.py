@@ -139,7 +139,6 @@ class SiteFabric(Section, frozen=True, kw_only=True):
         ""  # Slingshot; job_vni_last: libfabric gets the last VNI
     )
     bootstrap_interface: str = ""  # what collectives' sockets bind, as NCCL_SOCKET_IFNAME takes it
-    hostname_suffix: str = ""  # appended to a node's name to reach it over the fabric
 
 
 class SiteEnvSet(Section, frozen=True, kw_only=True):

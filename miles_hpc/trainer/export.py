@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +29,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 def export_checkpoint(
-    run_dir: str, step: int | None = None, output: str = "", dtype: str = "float32"
+    run_dir: str, step: int | None = None, output: str = "", dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> dict[str, Any]:
     """Write a checkpoint's weights as a folder that transformers and engines load.
 

@@ -36,9 +36,6 @@ class FakeSlurm:
     records: list[AccountingRecord] = field(default_factory=list)  # what sacct has; nothing here adds to it
     away: str = ""  # what scontrol complains of instead of answering
     no_accounting: str = "sacct: Slurm accounting storage is disabled"  # "" = there is accounting
-    known_to_sacct: dict[int, list[ComponentState]] = field(
-        default_factory=dict
-    )  # what sacct knows; {} = no accounting
     _next_id: int = 1
 
     # ---- the interface of Slurm
@@ -97,9 +94,6 @@ class FakeSlurm:
         if self.no_accounting:
             raise SlurmError(self.no_accounting)
         return [record for record in self.records if record.leader in job_ids]
-
-    def recorded(self, job_id: int) -> list[ComponentState]:
-        return list(self.known_to_sacct.get(job_id, []))
 
     def state(self, job_id: int) -> list[str]:
         return [component.state for component in self.components(job_id)]

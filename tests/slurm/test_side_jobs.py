@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from miles_hpc.cli.main import main
-from miles_hpc.cluster.jobs import JobFailed, JobState
+from miles_hpc.cluster.jobs import JobFailed
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs, submit_side_job
 from miles_hpc.cluster.side_plan import SideRequest
 from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.errors import DeadlineExpired, UserError
 from miles_hpc.core.paths import RunPaths
@@ -152,7 +153,7 @@ def test_cancelled(beside: Beside) -> None:
 
     nodes, _ = beside.start_waiting("both", nodes=2)
     queued = beside.start("tell")
-    until(lambda: queued.state() is JobState.PENDING, "the job to wait")
+    until(lambda: queued.state() is JobState.QUEUED, "the job to wait")
     since = time.monotonic()
     queued.cancel()
     assert ends(queued, since)[0] is JobState.CANCELLED
@@ -292,8 +293,10 @@ def test_the_command_line(beside: Beside, monkeypatch: pytest.MonkeyPatch, capsy
     assert [node["exit_code"] for node in told] == [0, 0]
     assert all(result["check"] and result["status"] for node in told for result in node["output"]["results"])
     assert all(node["output"]["results"] for node in told)
-    assert main(["side", root, "verify-checkpoint", "--wait", "60"]) == 1
+    assert main(["side", root, "verify-checkpoint", "--wait", "60"]) == 2
     assert "no complete checkpoint" in capsys.readouterr().err
+    assert main(["side", root, "side_probe:fail", "--wait", "60"]) == 1
+    assert "ValueError: no good" in capsys.readouterr().err
     mark = beside.folder / "one"
     assert main(["side", root, "side_probe:wait_for", "--arg", f"mark={mark}"]) == 0
     until(lambda: beside.begun(mark), "the job to begin")
@@ -305,7 +308,7 @@ def test_the_command_line(beside: Beside, monkeypatch: pytest.MonkeyPatch, capsy
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert [line.split()[2:4] for line in lines[1:]] == [
         ["doctor", "COMPLETED"],
-        ["verify-checkpoint", "FAILED"],
+        ["fail", "FAILED"],
         ["wait-for", "CANCELLED"],
     ]
     assert "SLURM_CPUS_PER_TASK" not in (job.folder.root / f"{job.id}_submission.sh").read_text()

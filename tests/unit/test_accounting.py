@@ -10,14 +10,14 @@ from miles_hpc.cluster.accounting import OwnUsage, newest_start, parse_sacct, sp
 
 # A het job that was requeued once and is then cancelled, one that failed, one that waits, and a plain job.
 PRINTED = """\
-2+0|REQUEUED|0:0|3600|1|2026-11-30T02:12:13|tiny-trainer
-2+1|REQUEUED|0:0|3600|2|2026-11-30T02:12:13|tiny-rollout
-4+0|FAILED|10:0|1800|1|2026-11-30T02:12:14|tiny-trainer
-4+1|FAILED|10:0|1800|2|2026-11-30T02:12:14|a|b
-2+0|CANCELLED by 0|0:0|360|1|2026-11-30T02:12:23|tiny-trainer
-2+1|CANCELLED by 0|0:0|360|2|2026-11-30T02:12:23|tiny-rollout
-6+0|PENDING|0:0|0|0|Unknown|tiny-trainer
-8|COMPLETED|0:0|10|1|2026-11-30T02:13:00|tiny
+2+0|REQUEUED|0:0|3600|1|gb1|2026-11-30T02:12:13|2026-11-30T02:12:22|tiny-trainer
+2+1|REQUEUED|0:0|3600|2|gb[2-3]|2026-11-30T02:12:13|2026-11-30T02:12:22|tiny-rollout
+4+0|FAILED|10:0|1800|1|gb1|2026-11-30T02:12:14|2026-11-30T02:42:14|tiny-trainer
+4+1|FAILED|10:0|1800|2|gb[2-3]|2026-11-30T02:12:14|2026-11-30T02:42:14|a|b
+2+0|CANCELLED by 0|0:0|360|1|gb1|2026-11-30T02:12:23|2026-11-30T02:18:23|tiny-trainer
+2+1|CANCELLED by 0|0:0|360|2|gb[2-3]|2026-11-30T02:12:23|2026-11-30T02:18:23|tiny-rollout
+6+0|PENDING|0:0|0|0|None assigned|Unknown|Unknown|tiny-trainer
+8|COMPLETED|0:0|10|1|gb1|2026-11-30T02:13:00|2026-11-30T02:13:10|tiny
 """
 
 
@@ -32,6 +32,9 @@ def test_records() -> None:
     ]
     assert (records[3].exit_code, records[3].name, records[3].nodes) == ("10:0", "a|b", 2)
     assert (records[6].start, records[6].nodes, records[7].offset) == (None, 0, 0)
+    assert (records[6].end, records[6].hosts, records[6].cancelled_by) == (None, "", "")
+    assert (records[5].hosts, records[5].cancelled_by) == ("gb[2-3]", "0")
+    assert records[5].end == datetime(2026, 11, 30, 2, 18, 23).timestamp()
     assert records[0].start == datetime(2026, 11, 30, 2, 12, 13).timestamp()
 
 
@@ -39,13 +42,13 @@ def test_records() -> None:
     "line",
     [
         "",
-        "8.batch|COMPLETED|0:0|10|1|x|batch",
-        "8+0.extern|COMPLETED|0:0|10|1|x|extern",
-        "8_[1-3]|PENDING|0:0|0|0|Unknown|a",
-        "8|COMPLETED|0:0|10|1",
-        "8||0:0|10|1|x|a",
-        "8|RUNNING|0:0||1|x|a",
-        "8|RUNNING|0:0|10||x|a",
+        "8.batch|COMPLETED|0:0|10|1|h|x|y|batch",
+        "8+0.extern|COMPLETED|0:0|10|1|h|x|y|extern",
+        "8_[1-3]|PENDING|0:0|0|0|None assigned|Unknown|Unknown|a",
+        "8|COMPLETED|0:0|10|1|h|x|y",
+        "8||0:0|10|1|h|x|y|a",
+        "8|RUNNING|0:0||1|h|x|y|a",
+        "8|RUNNING|0:0|10||h|x|y|a",
         "sacct: error: something",
     ],
 )

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from miles_hpc.cluster.jobs import (
-    JobFailed,
-    JobState,
-    JobStatus,
-    Sighting,
-    await_end,
-    exit_words,
-    judge,
-    look,
-    slurm_state,
-)
+from miles_hpc.cluster.accounting import AccountingRecord
+from miles_hpc.cluster.jobs import JobFailed, JobStatus, Sighting, await_end, judge, look
 from miles_hpc.cluster.run_job import with_outcome
-from miles_hpc.cluster.slurm import ComponentState, SlurmError, parse_records
+from miles_hpc.cluster.slurm import ComponentState, SlurmError
+from miles_hpc.cluster.slurm_states import JobState, exit_words, most_telling, slurm_state
 from miles_hpc.core.errors import DeadlineExpired, UserError
 
 S = JobState
+T = TypeVar("T")
 
 
 def component(state: str, offset: int = 0, **fields: object) -> ComponentState:
@@ -40,16 +35,31 @@ def component(state: str, offset: int = 0, **fields: object) -> ComponentState:
     return ComponentState(**(values | fields))  # type: ignore[arg-type]
 
 
+def record(state: str, offset: int = 0, **fields: object) -> AccountingRecord:
+    values = {
+        "leader": 10,
+        "offset": offset,
+        "name": f"tiny-{offset}",
+        "state": state,
+        "exit_code": "0:0",
+        "elapsed_s": 9,
+        "nodes": 1,
+        "start": 1.0,
+        "hosts": f"n{offset}",
+    }
+    return AccountingRecord(**(values | fields))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("word", "state"),
     [
-        ("PENDING", S.PENDING),
-        ("CONFIGURING", S.PENDING),
-        ("REQUEUED", S.PENDING),
-        ("SPECIAL_EXIT", S.PENDING),
+        ("PENDING", S.QUEUED),
+        ("CONFIGURING", S.STARTING),
+        ("REQUEUED", S.REQUEUED),
+        ("SPECIAL_EXIT", S.QUEUED),
         ("RUNNING", S.RUNNING),
-        ("COMPLETING", S.RUNNING),
-        ("SUSPENDED", S.RUNNING),
+        ("COMPLETING", S.ENDING),
+        ("SUSPENDED", S.SUSPENDED),
         ("COMPLETED", S.COMPLETED),
         ("FAILED", S.FAILED),
         ("LAUNCH_FAILED", S.FAILED),
@@ -57,17 +67,27 @@ def component(state: str, offset: int = 0, **fields: object) -> ComponentState:
         ("CANCELLED+", S.CANCELLED),
         ("CANCELLED by 1000", S.CANCELLED),
         ("TIMEOUT", S.TIMEOUT),
-        ("DEADLINE", S.TIMEOUT),
+        ("DEADLINE", S.DEADLINE),
         ("NODE_FAIL", S.NODE_FAIL),
-        ("BOOT_FAIL", S.NODE_FAIL),
+        ("BOOT_FAIL", S.BOOT_FAIL),
         ("OUT_OF_MEMORY", S.OUT_OF_MEMORY),
         ("PREEMPTED", S.PREEMPTED),
         ("", S.UNKNOWN),
         ("SOMETHING_NEW", S.UNKNOWN),
+        ("PAUSED", S.UNKNOWN),  # a word of ours
+        ("ENDED", S.UNKNOWN),
     ],
 )
 def test_slurm_words(word: str, state: JobState) -> None:
     assert slurm_state(word) is state
+    assert component(word).active != state.over  # what isn't known may hold nodes
+
+
+def test_a_state_is_alive_or_over_or_not_known() -> None:
+    assert {s for s in S if s.alive == s.over} == {S.UNKNOWN, S.NOT_SUBMITTED}
+    assert {s for s in S if s.from_outside} < {s for s in S if s.over}
+    assert most_telling([S.COMPLETED, S.CANCELLED, S.OUT_OF_MEMORY, S.CANCELLED]) == 2
+    assert most_telling([S.COMPLETED, S.COMPLETED]) == 0
 
 
 @pytest.mark.parametrize(
@@ -75,13 +95,13 @@ def test_slurm_words(word: str, state: JobState) -> None:
     [
         (["RUNNING", "RUNNING"], S.RUNNING, ""),
         (["COMPLETED", "RUNNING"], S.RUNNING, ""),
-        (["COMPLETING", "COMPLETED"], S.RUNNING, "its processes are being ended"),
-        (["PENDING", "PENDING"], S.PENDING, ""),
+        (["COMPLETING", "COMPLETED"], S.ENDING, "its processes are being ended"),
+        (["PENDING", "PENDING"], S.QUEUED, ""),
         (["COMPLETED", "COMPLETED"], S.COMPLETED, ""),
         (["CANCELLED", "NODE_FAIL"], S.NODE_FAIL, "a node went down, of n1"),
         (["FAILED", "CANCELLED"], S.FAILED, ""),
         (["TIMEOUT", "TIMEOUT"], S.TIMEOUT, "the time limit was reached"),
-        (["COMPLETED", "SOMETHING_NEW"], S.UNKNOWN, ""),
+        (["COMPLETED", "SOMETHING_NEW"], S.UNKNOWN, "Slurm says SOMETHING_NEW, which this version doesn't know"),
     ],
 )
 def test_components_make_one_state(components: list[str], state: JobState, reason: str) -> None:
@@ -90,13 +110,15 @@ def test_components_make_one_state(components: list[str], state: JobState, reaso
 
 
 def test_accounting_counts_for_ends_only() -> None:
-    ended = judge(Sighting(recorded=(component("CANCELLED by 7"),)))
+    ended = judge(Sighting(recorded=(record("CANCELLED", cancelled_by="7"),)))
     assert (ended.state, ended.reason, ended.witness) == (S.CANCELLED, "by user id 7", "sacct")
-    ended = judge(Sighting(recorded=(component("FAILED", exit_code="0:9"),), complaint="slurmctld is away"))
+    ended = judge(Sighting(recorded=(record("FAILED", exit_code="0:9"),), complaint="slurmctld is away"))
     assert (ended.state, ended.reason) == (S.FAILED, "ended by SIGKILL")
-    runaway = judge(Sighting(recorded=(component("RUNNING"),)))
+    runaway = judge(Sighting(recorded=(record("RUNNING"),)))
     assert (runaway.state, runaway.forgotten) == (S.UNKNOWN, False)
     assert "accounting still has it as RUNNING" in runaway.reason
+    waited = judge(Sighting(components=(component("CANCELLED", reason="Priority"),)))
+    assert (waited.state, waited.reason) == (S.CANCELLED, "")
 
 
 def test_silence_is_no_end() -> None:
@@ -109,19 +131,19 @@ def test_silence_is_no_end() -> None:
 @dataclass
 class Witnesses:
     by_scontrol: list[ComponentState] | Exception = field(default_factory=list)
-    by_sacct: list[ComponentState] | Exception = field(default_factory=list)
+    by_sacct: list[AccountingRecord] | Exception = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
     def components(self, job_id: int) -> list[ComponentState]:
         return self._answer("scontrol", self.by_scontrol)
 
-    def recorded(self, job_id: int) -> list[ComponentState]:
+    def accounting(self, job_ids: Sequence[int]) -> list[AccountingRecord]:
         return self._answer("sacct", self.by_sacct)
 
     def cancel(self, job_id: int) -> None:
         raise AssertionError
 
-    def _answer(self, name: str, answer: list[ComponentState] | Exception) -> list[ComponentState]:
+    def _answer(self, name: str, answer: list[T] | Exception) -> list[T]:
         self.asked.append(name)
         if isinstance(answer, Exception):
             raise answer
@@ -131,20 +153,22 @@ class Witnesses:
 @pytest.mark.parametrize("error", [SlurmError("x"), DeadlineExpired("x"), UserError("x")])
 def test_a_failing_command_is_no_witness(error: Exception) -> None:
     assert look(Witnesses(error, error), 10, "tiny") == Sighting(complaint="x")
-    recorded = component("FAILED")
+    recorded = record("FAILED")
     assert look(Witnesses(error, [recorded]), 10, "tiny") == Sighting(recorded=(recorded,), complaint="x")
 
 
 def test_sacct_is_asked_when_scontrol_has_nothing() -> None:
-    known = Witnesses([component("RUNNING")], [component("FAILED")])
+    known = Witnesses([component("RUNNING")], [record("FAILED")])
     assert judge(look(known, 10, "tiny")).state is S.RUNNING
     assert known.asked == ["scontrol"]
+    requeued = Witnesses([], [record("REQUEUED"), record("REQUEUED", 1), record("CANCELLED"), record("NODE_FAIL", 1)])
+    assert judge(look(requeued, 10, "tiny")).state is S.NODE_FAIL, "the newest start counts"
 
 
 def test_another_job_of_the_same_id_is_not_ours() -> None:
     """A cluster that lost its state gives ids out again."""
     stranger = component("RUNNING", name="other")
-    assert look(Witnesses([stranger], [stranger]), 10, "tiny") == Sighting()
+    assert look(Witnesses([stranger], [record("FAILED", name="other")]), 10, "tiny") == Sighting()
 
 
 @pytest.mark.parametrize(
@@ -164,22 +188,6 @@ def test_another_job_of_the_same_id_is_not_ours() -> None:
 )
 def test_exit_codes(code: str, words: str) -> None:
     assert exit_words(code) == words
-
-
-def test_sacct_lines() -> None:
-    text = (
-        "12+0|NODE_FAIL|0:0|gb[1-2]|2026-11-30T02:13:53|tiny-trainer\n"
-        "12+1|CANCELLED by 0|0:15|None assigned|Unknown|tiny|rollout\n"
-        "12+0.batch|FAILED|1:0|gb1|Unknown|batch\n"
-        "13_[1-3]|PENDING|0:0|None assigned|Unknown|array\n"
-        "garbage\n"
-    )
-    trainer, rollout = parse_records(text)
-    assert (trainer.job_id, trainer.offset, trainer.state, trainer.nodes) == (12, 0, "NODE_FAIL", "gb[1-2]")
-    assert trainer.end_time is not None
-    assert (rollout.job_id, rollout.offset, rollout.name) == (13, 1, "tiny|rollout")
-    assert (rollout.state, rollout.nodes, rollout.end_time) == ("CANCELLED by 0", "", None)
-    assert parse_records("") == []
 
 
 # ---------------------------------------------------------------------------------------------- waiting
@@ -263,7 +271,7 @@ def test_a_forgotten_job_is_given_up_after_a_while() -> None:
     ("status", "outcome", "state", "witness"),
     [
         (JobStatus(S.RUNNING, witness="scontrol"), "continue", S.RUNNING, "scontrol"),
-        (JobStatus(S.PENDING, witness="scontrol"), "completed", S.PENDING, "scontrol"),
+        (JobStatus(S.QUEUED, witness="scontrol"), "completed", S.QUEUED, "scontrol"),
         (JobStatus(S.FAILED, "exit code 10", "scontrol"), "continue", S.COMPLETED, "result"),
         (JobStatus(S.COMPLETED, witness="scontrol"), "completed", S.COMPLETED, "result"),
         (JobStatus(S.UNKNOWN), "completed", S.COMPLETED, "result"),

@@ -25,6 +25,14 @@ from miles_hpc.cluster.preflight.parse_storage import (
     parse_stripes,
     stripe_at,
 )
+from miles_hpc.cluster.preflight.wording import nodes_by_value
+
+
+def test_nodes_that_have_a_value_in_common() -> None:
+    found = nodes_by_value({"n2": "b", "n3": "a", "n1": "b"})
+    assert (found, list(found)) == ({"a": ["n3"], "b": ["n1", "n2"]}, ["b", "a"])
+    assert nodes_by_value({}) == {}
+
 
 # ------------------------------------------------------------------------------------------------ Slurm
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.cluster.jobs import JobState
 from miles_hpc.cluster.side_folder import Call, Ended, SideFolder, TaskResult, check_private, create, side_folders
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.core.errors import IntegrityError, UserError
 
 CALL = Call(name="probe", job_name="tiny-side0001-probe", function="a.b:c", time_limit_s=60.0, signal_s=15)

@@ -14,11 +14,13 @@ import msgspec
 import pytest
 
 from miles_hpc.cli.side import show_result
+from miles_hpc.cluster.accounting import AccountingRecord
 from miles_hpc.cluster.chain import BadNode, record_bad_nodes
-from miles_hpc.cluster.jobs import JobFailed, JobState
+from miles_hpc.cluster.jobs import JobFailed
 from miles_hpc.cluster.side_folder import SideFolder, TaskResult
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs, submit_side_job
 from miles_hpc.cluster.side_plan import SideRequest
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.errors import DeadlineExpired, UserError
 from miles_hpc.core.paths import RunPaths
@@ -27,8 +29,8 @@ from tests.unit.runs import make_run, make_site
 
 REQUEST = SideRequest(
     name="verify",
-    function="miles_hpc.cluster.side_tasks:check_checkpoint",
-    arguments={"run_dir": "/r"},
+    function="miles_hpc.cluster.side_tasks:run_program",
+    arguments={"module": "json.tool", "arguments": ["--help"]},
     roles=("trainer",),
 )
 
@@ -79,7 +81,7 @@ def test_bad_nodes_are_left_out_where_that_is_allowed(paths: RunPaths) -> None:
 def test_states_follow_slurm_and_results(paths: RunPaths) -> None:
     slurm = FakeSlurm()
     job = start(paths, slurm)
-    assert (job.state(), job.status().reason, job.done()) == (JobState.PENDING, "Priority", False)
+    assert (job.state(), job.status().reason, job.done()) == (JobState.QUEUED, "Priority", False)
     slurm.start(int(job.id), ["n1"], limit_s=100.0)
     assert (job.state(), job.status().nodes, job.exception()) == (JobState.RUNNING, "n1", None)
     leave(job, value={"step": 3})
@@ -108,7 +110,7 @@ def test_a_result_may_be_late(paths: RunPaths) -> None:
     job = start(paths, slurm)
     slurm.finish(int(job.id), "COMPLETED")
     slurm.jobs[int(job.id)] = [replace(c, end_time=time.time()) for c in slurm.jobs[int(job.id)]]
-    assert (job.state(), "isn't here yet" in job.status().reason) == (JobState.RUNNING, True)
+    assert (job.state(), "isn't here yet" in job.status().reason) == (JobState.ENDING, True)
     slurm.jobs[int(job.id)] = [replace(c, end_time=time.time() - 60) for c in slurm.jobs[int(job.id)]]
     job.stderr_path.write_text("first\nslurmstepd: error: the last word\n\n")
     assert job.state() is JobState.FAILED
@@ -139,7 +141,11 @@ def test_accounting_is_the_second_witness(paths: RunPaths) -> None:
     slurm = FakeSlurm()
     job = start(paths, slurm)
     slurm.finish(int(job.id), "FAILED", exit_code="0:9")
-    slurm.known_to_sacct[int(job.id)] = slurm.components(int(job.id))
+    slurm.no_accounting = ""
+    record = AccountingRecord(
+        leader=int(job.id), offset=0, name=job.call.job_name, state="", exit_code="0:0", elapsed_s=9, nodes=1, start=1
+    )
+    slurm.records = [replace(record, state="REQUEUED"), replace(record, state="FAILED", exit_code="0:9")]
     slurm.forget(int(job.id))
     assert (job.state(), job.status().witness) == (JobState.FAILED, "sacct")
     assert "SIGKILL" in job.status().reason

@@ -18,10 +18,11 @@ import pytest
 from checkpoints.manifest import COMPLETE, Counters, JournalPosition, Manifest, extend_lineage, publish_manifest
 from checkpoints.verify import file_entry
 from miles_hpc.cli.main import main
-from miles_hpc.cluster.jobs import JobFailed, JobState
+from miles_hpc.cluster.jobs import JobFailed
 from miles_hpc.cluster.side_folder import SideFolder
 from miles_hpc.cluster.side_jobs import SideJob, list_side_jobs
 from miles_hpc.cluster.side_keeper import is_alive
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import prepare
 from miles_hpc.core.paths import RunPaths
 from tests.slurm import side_probe
@@ -95,7 +96,8 @@ def test_a_checkpoint_is_verified(paths: RunPaths, capsys: pytest.CaptureFixture
     capsys.readouterr()
     assert side(paths, "verify-checkpoint", "--wait", "60") == 0
     assert json.loads(capsys.readouterr().out)["step"] == 5
-    assert side(paths, "verify-checkpoint", "--arg", "step=7", "--wait", "60") == 1
+    capsys.readouterr()
+    assert side(paths, "verify-checkpoint", "--arg", "step=7", "--wait", "60") == 2
     assert "no checkpoint of step 7: there are 5, 10" in capsys.readouterr().err
 
 
@@ -203,6 +205,43 @@ def test_bad_input_is_one_line(paths: RunPaths, capsys: pytest.CaptureFixture[st
         assert side(paths, *argv) == 2, argv
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1, error
+    assert not paths.side_jobs.exists()
+
+
+def test_a_call_that_cannot_work_is_not_submitted(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the node would fail on; the rows before the checkpoint is there come first."""
+    none = [
+        (("verify-checkpoint",), "no complete checkpoint"),
+        (("export", "--arg", "step=3"), "no checkpoint of step 3"),
+        (("eval",), "no complete checkpoint"),
+    ]
+    cases = [
+        (("verify-checkpoint", "--arg", "stp=5"), "'stp'", "did you mean 'step'?"),
+        (("verify-checkpoint", "--arg", "colour=5"), "'colour'", "expected some of run_dir, step"),
+        (("verify-checkpoint", "--arg", "step=7"), "no checkpoint of step 7: there are 5"),
+        (("verify-checkpoint", "--arg", "step=five"), "step = 'five'", "Expected `int | null`"),
+        (("verify-checkpoint", "--arg", "run_dir=/elsewhere"), "takes the run directory before its name"),
+        (("export", "--arg", "dtype=float64"), "dtype = 'float64'"),
+        (("export", "--arg", "output=here"), "output = 'here'", "absolute"),
+        (("eval", "--arg", "n_episodes=1", "--arg", "devise=cpu"), "did you mean 'device'?"),
+        (("doctor", "--arg", "module=miles_hpc.nothing"), "'miles_hpc.nothing'", "no such module"),
+        (("doctor", "--arg", "arguments=--json"), "arguments = '--json'", "Expected `array`"),
+        (("miles_hpc.trainer.export:export_checkpoint", "--arg", "run_dir=/no/such"), "'/no/such'", "no such dir"),
+        (("miles_hpc.trainer.export:export_checkpoint",), "needs run_dir"),
+        (("miles_hpc.trainer.export:export_checkpont",), "did you mean 'export_checkpoint'?"),
+        (("side_probe:tel",), "did you mean 'tell'?"),
+        (("side_probe:tell", "--arg", "y=5"), "argument 'y'", "expected some of x"),
+        (("side_probe.deeper:tell",), "no module side_probe.deeper"),
+    ]
+    for argv, *says in none:
+        assert side(paths, *argv) == 2, argv
+        error = capsys.readouterr().err
+        assert all(text in error for text in says) and error.count("\n") == 1, error
+    checkpoint(paths, 5)
+    for argv, *says in cases:
+        assert side(paths, *argv) == 2, argv
+        error = capsys.readouterr().err
+        assert all(text in error for text in says) and error.count("\n") == 1, error
     assert not paths.side_jobs.exists()
 
 

@@ -71,13 +71,13 @@ def client(folder: Path, **more: str) -> Slurm:
 
 
 def test_accounting_is_asked_for_every_start_of_these_jobs(tmp_path: Path) -> None:
-    line = "5+1|CANCELLED by 0|0:15|90|2|2026-11-30T02:12:23|x-rollout"
+    line = "5+1|CANCELLED by 0|0:15|90|2|r[1-2]|2026-11-30T02:12:23|2026-11-30T02:13:53|x-rollout"
     program(tmp_path, "sacct", f'echo "$@" > {tmp_path}/arguments; echo "{line}"')
     (record,) = client(tmp_path).accounting([5, 8])
     assert (record.leader, record.offset, record.state, record.elapsed_s) == (5, 1, "CANCELLED", 90)
     assert (tmp_path / "arguments").read_text() == (
         "--noheader --parsable2 --allocations --duplicates "
-        "--format=JobID,State,ExitCode,ElapsedRaw,AllocNodes,Start,JobName --jobs=5,8\n"
+        "--format=JobID,State,ExitCode,ElapsedRaw,AllocNodes,NodeList,Start,End,JobName --jobs=5,8\n"
     )
     program(tmp_path, "sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
     with pytest.raises(SlurmError, match=r"sacct .*: Slurm accounting storage is disabled"):

@@ -17,8 +17,8 @@ from miles_hpc.cli.standing import Standing, Witnesses
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cluster.accounting import AccountingRecord
 from miles_hpc.cluster.chain import AttemptStart, Progress, record_start
-from miles_hpc.cluster.job_state import JobState
 from miles_hpc.cluster.slurm import ComponentState
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.cluster.submit import prepare, read_jobs
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog, read_events

@@ -18,7 +18,8 @@ from rich.console import Console
 from miles_hpc.cli.story import RunStory
 from miles_hpc.cli.watch import EXIT_FAILED, EXIT_TIMEOUT, EventTail, watch
 from miles_hpc.cli.watch_view import sparkline
-from miles_hpc.cluster.job_state import JobState, JobVerdict
+from miles_hpc.cluster.job_state import JobVerdict
+from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.core.errors import UserError
 from tests.fakes import make_events
 

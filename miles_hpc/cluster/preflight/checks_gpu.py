@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, Machine, fail, fine, skip, warn
 from miles_hpc.cluster.preflight.parse_gpu import GPU_QUERY, REMAPPED_QUERY, GpuState, gpu_states, remapped_pending
-from miles_hpc.cluster.preflight.wording import bytes_text, listed
+from miles_hpc.cluster.preflight.wording import bytes_text, listed, nodes_by_value
 
 __all__ = ["CHECKS", "COMPARISONS"]
 
@@ -134,13 +135,9 @@ def _gather_driver(machine: Machine, context: Context) -> str | None:
     return " / ".join(kinds) if not answer.problem and kinds else None
 
 
-def _compare_driver(values: object, context: Context) -> Iterator[Finding]:
-    assert isinstance(values, dict)
-    told = {node: value for node, value in values.items() if value is not None}
-    by_kind: dict[str, list[str]] = {}
-    for node, value in told.items():
-        by_kind.setdefault(value, []).append(node)
-    if not told:
+def _compare_driver(values: Mapping[str, Any], context: Context) -> Iterator[Finding]:
+    by_kind = nodes_by_value({node: value for node, value in values.items() if value is not None})
+    if not by_kind:
         yield skip("no GPUs")
     elif len(by_kind) == 1:
         yield fine(f"driver and GPU are the same on all nodes: {next(iter(by_kind))}")

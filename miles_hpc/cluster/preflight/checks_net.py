@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, Machine, fail, fine, skip, warn
 from miles_hpc.cluster.preflight.parse_net import chosen, interfaces, overlaps, parse_hcas, port_range, reserved_ports
-from miles_hpc.cluster.preflight.wording import listed
+from miles_hpc.cluster.preflight.wording import listed, nodes_by_value
 
 __all__ = ["CHECKS", "COMPARISONS"]
 
@@ -137,9 +137,7 @@ def _compare_nics(values: Mapping[str, Any], context: Context) -> Iterator[Findi
 
 def _differences(sets: Mapping[str, frozenset[str]], what: str, variable: str, pattern: str) -> Iterator[Finding]:
     """Nodes whose set isn't the most frequent one."""
-    by_set: dict[frozenset[str], list[str]] = {}
-    for node, names in sets.items():
-        by_set.setdefault(names, []).append(node)
+    by_set = nodes_by_value(sets)
     usual = max(by_set, key=lambda names: len(by_set[names]))
     limited = f" of {variable}={pattern}" if pattern else ""
     if len(by_set) == 1:
@@ -152,7 +150,7 @@ def _differences(sets: Mapping[str, frozenset[str]], what: str, variable: str, p
         parts = [f"lacks {listed(lack)}" if lack else "", f"has {listed(more)} besides" if more else ""]
         common = ",".join(sorted(usual & names)) or "nothing"
         do = f"exclude the node, or set {variable} to what all nodes have: {common}"
-        yield fail(f"{what}{limited} differ: {listed(sorted(nodes))} {' and '.join(p for p in parts if p)}", do)
+        yield fail(f"{what}{limited} differ: {listed(nodes)} {' and '.join(p for p in parts if p)}", do)
 
 
 def _subnets(values: Mapping[str, Any], pattern: str, context: Context) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, Machine, fail, fine, skip, warn
-from miles_hpc.cluster.preflight.wording import bytes_text, count_text, listed
+from miles_hpc.cluster.preflight.wording import bytes_text, count_text, listed, nodes_by_value
 
 __all__ = ["CHECKS", "COMPARISONS"]
 
@@ -203,13 +203,11 @@ def _gather_versions(machine: Machine, context: Context) -> dict[str, str]:
 
 def _compare_versions(values: Mapping[str, Any], context: Context) -> Iterator[Finding]:
     for what, bad in (("miles-hpc", fail), ("kernel", warn)):
-        by_version: dict[str, list[str]] = {}
-        for node, value in values.items():
-            by_version.setdefault(value[what], []).append(node)
+        by_version = nodes_by_value({node: value[what] for node, value in values.items()})
         if len(by_version) == 1:
             yield fine(f"{what} {next(iter(by_version))} on all nodes")
             continue
-        parts = "; ".join(f"{version} on {listed(sorted(nodes))}" for version, nodes in sorted(by_version.items()))
+        parts = "; ".join(f"{version} on {listed(nodes)}" for version, nodes in sorted(by_version.items()))
         do = (
             "use one installation for all nodes"
             if what == "miles-hpc"

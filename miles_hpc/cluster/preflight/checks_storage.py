@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_hpc.cluster.preflight.contract import Check, Comparison, Context, Finding, Machine, fail, fine, skip, warn
 from miles_hpc.cluster.preflight.places import ANSWER_S, LOCAL_KINDS, NETWORK_KINDS, file_system_of, place_of, places_of
-from miles_hpc.cluster.preflight.wording import listed
+from miles_hpc.cluster.preflight.wording import listed, nodes_by_value
 
 __all__ = ["CHECKS", "COMPARISONS"]
 
@@ -69,10 +69,8 @@ def _compare_run_dir(values: Mapping[str, Any], context: Context) -> Iterator[Fi
     """One folder has one inode number everywhere. Its file system's id is equal too, where the file system is local."""
     first = next(iter(values.values()))
     where = f"{first['real']} on {first['mount']} ({first['kind']})"
-    folders: dict[tuple[Any, ...], list[str]] = {}
-    for node, value in values.items():
-        own = value["fsid"] if value["kind"] in LOCAL_KINDS else 0
-        folders.setdefault((value["kind"], value["inode"], own), []).append(node)
+    own = {node: value["fsid"] if value["kind"] in LOCAL_KINDS else 0 for node, value in values.items()}
+    folders = nodes_by_value({node: (value["kind"], value["inode"], own[node]) for node, value in values.items()})
     if len(folders) == 1:
         yield fine(f"the run directory is one folder on all nodes: {where}")
         return

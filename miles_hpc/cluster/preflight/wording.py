@@ -1,10 +1,13 @@
-"""How findings word sizes. Pure."""
+"""How findings word sizes, and which nodes are alike. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
-__all__ = ["bytes_text", "count_text", "listed"]
+__all__ = ["bytes_text", "count_text", "listed", "nodes_by_value"]
+
+_Value = TypeVar("_Value", bound=Hashable)
 
 
 def bytes_text(value: float) -> str:
@@ -26,3 +29,11 @@ def listed(names: Iterable[str], most: int = 6) -> str:
     every = list(names)
     shown = ", ".join(every[:most])
     return f"{shown} and {len(every) - most} more" if len(every) > most else shown or "none"
+
+
+def nodes_by_value(values: Mapping[str, _Value]) -> dict[_Value, list[str]]:
+    """Nodes, sorted, by the value that they have in common; of several values the one that came first is first."""
+    found: dict[_Value, list[str]] = {}
+    for node, value in values.items():
+        found.setdefault(value, []).append(node)
+    return {value: sorted(nodes) for value, nodes in found.items()}
