@@ -22,7 +22,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
+from miles_hpc.core.layouts import spans
+from miles_hpc.core.site import Layout
 from miles_hpc.core.telemetry import read_events
 from tools.slurm_box import Box, BoxSpec
 
@@ -63,6 +66,14 @@ VICTIMS = {
         Victim("sandbox-agent", ("launchers.agent", "--role sandbox", "!srun")),
     )
 }
+
+
+_EVERYWHERE = ("engine", "agent", "rank", "controller", "supervisor", "sandbox-agent")
+
+
+def default_faults(layout: Layout) -> list[str]:
+    """One kill of each kind of process that a run of this layout has."""
+    return [*_EVERYWHERE, *(("all-srun", "member") if spans(layout) else ("srun", "trainer-srun"))]
 
 
 def processes(victim: Victim, run_dir: Path) -> list[int]:
@@ -162,12 +173,12 @@ def kill_test(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kill_test", description=__doc__)
-    parser.add_argument("--faults", default="engine,agent,rank,controller,srun,supervisor,sandbox-agent,trainer-srun")
+    parser.add_argument("--faults", help="default: each kind of process that the layout has, once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layout", default="hetjob", help="job.layout of the run")
+    parser.add_argument("--layout", default="hetjob", choices=get_args(Layout), help="job.layout of the run")
     parser.add_argument("--keep", action="store_true", help="keep the run directory")
     args = parser.parse_args()
-    faults = [f for f in args.faults.split(",") if f]
+    faults = default_faults(args.layout) if args.faults is None else [f for f in args.faults.split(",") if f]
     unknown = [f for f in faults if f not in VICTIMS]
     if unknown:
         print(f"kill_test: error: unknown fault {unknown[0]!r}: expected some of {', '.join(VICTIMS)}", file=sys.stderr)

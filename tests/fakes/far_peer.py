@@ -10,6 +10,7 @@
 | {"do": "hang", "deadline_s": X} | a call that the other side never answers |
 | {"do": "notify", "bytes": N, "times": M, "deadline_s": X} | `sent`: how many were taken before the time was over |
 | {"do": "close"} | |
+| {"do": "leave"} | ucx: leaves the path as if it were stuck, without a word to the peer |
 | {"do": "sockets"} | `open`: TCP sockets of this process, listeners not counted |
 
 With the asyncio face orders run at the same time, with the blocking face one after the other; `hang` is begun there and
@@ -164,6 +165,8 @@ class AsyncPeer:
             except TimeoutError:
                 return {"sent": sent, "held_back": True}
             return {"sent": sent, "held_back": False}
+        elif do == "leave":
+            _leave_path(endpoint)
         elif do == "close":
             await endpoint.close("told to")
         return {}
@@ -273,9 +276,17 @@ class BlockingPeer:
             except DeadlineExpired:
                 return {"sent": sent, "held_back": True}
             return {"sent": sent, "held_back": False}
-        if do == "close":
+        if do == "leave":
+            _leave_path(endpoint)
+        elif do == "close":
             endpoint.close("told to")
         return {}
+
+
+def _leave_path(endpoint: Any) -> None:
+    shared = endpoint.conversation._wire.shared
+    shared.wires.clear()
+    shared.leave("")
 
 
 def _error_of(result: Callable[[], Any]) -> Exception | None:

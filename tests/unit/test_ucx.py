@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints.publish import publish_bytes
 from miles_hpc.control import ucx as ucx_carrier
 from miles_hpc.control import ucx_wire, ucx_worker
 from miles_hpc.control.opening import open_carrier
@@ -29,6 +32,7 @@ from miles_hpc.core.errors import AuthenticationError, DeadlineExpired, PeerLost
 from miles_hpc.core.messages import EndSession, Heartbeat, Message
 from miles_hpc.core.transport import Endpoint, Listener
 from tests.conformance.transport_kinds import SECRET, WAIT_S, echo, make, make_plain, pair, plain_echo, plain_pair
+from tools.detection.stage import Program
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -376,6 +380,38 @@ def test_a_path_that_only_one_side_has_left_is_taken_anew(whose: int, ucx: None)
         await listener.close()
 
     run(main)
+
+
+def test_the_next_connection_works_though_the_peer_has_not_noticed_that_a_path_was_left(
+    ucx: None, tmp_path: Path
+) -> None:
+    """What the peer tells on its line and what it sends over UCX race: two processes, since one loop has one order."""
+    publish_bytes(tmp_path / "secret", SECRET, mode=0o600)
+    with ExitStack() as undo:
+
+        def start(name: str) -> Program:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.fakes.far_peer", "ucx", "blocking", name, str(tmp_path / "secret")],
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            program = Program(name, process, tmp_path / f"{name}.log")
+            undo.callback(program.end)
+            return program
+
+        listener, dialer = start("listener"), start("dialer")
+        address = listener.ask(WAIT_S, do="listen", bind="127.0.0.1")["address"]
+        for _ in range(60):  # one of ten failed before each side knew that the other knew
+            for order in (
+                {"do": "connect", "address": address, "deadline_s": WAIT_S},
+                {"do": "call", "bytes": 100, "deadline_s": WAIT_S},
+                {"do": "leave"},
+                {"do": "close"},
+            ):
+                answer = dialer.ask(WAIT_S, **order)
+                assert not answer["error"], answer
 
 
 def descriptors() -> int:

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from miles_hpc.core.errors import MilesError
+from miles_hpc.core.site import Layout
 from miles_hpc.core.telemetry import read_events
 from tools.kill_test import rl_step
 from tools.slurm_box import Box, BoxSpec
 
-LAYOUTS = ("hetjob", "hetjob_span", "split", "split_span")
+LAYOUTS = get_args(Layout)
 
 SETTINGS = {
     "sft.steps": "4",
