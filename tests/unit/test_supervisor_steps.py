@@ -256,7 +256,7 @@ def test_a_node_that_another_watcher_has_replaced_already(tmp_path: Path) -> Non
         supervisor = opened(starter)
         starter.down = {"t2": "down: power", "r2": "down: power"}
         await supervisor._give_up_nodes()  # on behalf of the trainer's step
-        await supervisor._restart_hosts("rollout", ("r2",), "its step ended")
+        await supervisor._restart_hosts("rollout", ("r2",), "its step ended", after=1)
         assert starter.started[-1] == {"rollout": ("r3",)}
 
     asyncio.run(main())
