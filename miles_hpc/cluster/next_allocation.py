@@ -22,6 +22,7 @@ from typing import TypeVar
 from miles_hpc.cluster.chain import (
     AttemptStart,
     BadNode,
+    allocations_used,
     bad_nodes,
     decide,
     is_cancelled,
@@ -93,9 +94,17 @@ class Chain:
         progress = progress_of(self._paths)
         adopt_job(self._paths, self._job_id)
         cancelled = is_cancelled(self._paths)
+        start = AttemptStart(
+            attempt=self._attempt,
+            job_id=self._job_id,
+            restart=env.read("SLURM_RESTART_COUNT"),
+            time=time.time(),
+            progress=progress,
+        )
         before = decide(
             self._run.job,
-            read_starts(self._paths),
+            # An allocation that has begun goes on: its own earlier attempts are no reason against it.
+            [earlier for earlier in read_starts(self._paths) if earlier.allocation != start.allocation],
             progress,
             attempt=self._attempt - 1,
             first=self._first,
@@ -103,19 +112,10 @@ class Chain:
         )
         if not before.go:
             return before.why
-        record_start(
-            self._paths,
-            AttemptStart(
-                attempt=self._attempt,
-                job_id=self._job_id,
-                restart=env.read("SLURM_RESTART_COUNT"),
-                time=time.time(),
-                progress=progress,
-            ),
-        )
+        record_start(self._paths, start)
         # One may wait already, when this supervisor takes over from one that was killed.
         waits = self._site.requeue or read_follow_up(self._paths) is not None
-        if not waits and self._attempt < self._run.job.max_allocations:
+        if not waits and allocations_used(read_starts(self._paths)) < self._run.job.max_allocations:
             try:
                 self._hand_in()
             except MilesError as error:

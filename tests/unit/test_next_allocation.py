@@ -192,7 +192,22 @@ def test_what_must_not_start(tmp_path: Path) -> None:
     assert not is_cancelled(one.paths)
     few = Allocation(tmp_path / "2", make_site(), make_run("job.max_allocations=1"))
     few.begin()
-    assert few.begin()[1].startswith("allocation 1 was the last of job.max_allocations = 1")
+    assert few.begin()[1] == ""  # a supervisor that takes over in the same allocation
+    assert few.begin(few.job + 1)[1].startswith("allocation 1 was the last of job.max_allocations = 1")
+
+
+def test_supervisors_that_take_over_use_up_no_allocations(tmp_path: Path) -> None:
+    one = Allocation(tmp_path, FOLLOW, make_run("job.max_allocations=2", "job.max_idle_allocations=9"))
+    for _ in range(3):
+        chain, why = one.begin()
+        assert why == ""
+    follower = read_follow_up(one.paths)
+    assert follower is not None
+    one.slurm.finish(one.job, "TIMEOUT")
+    chain, why = one.begin(follower)
+    assert (why, read_follow_up(one.paths)) == ("", None)  # the second is the last
+    chain.end(exits.NEXT_ALLOCATION, "", terminated=False)
+    assert not chain._wanted
 
 
 def test_a_chain_without_progress_stops_at_the_end_and_says_why(
