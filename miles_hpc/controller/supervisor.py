@@ -20,15 +20,18 @@ failure it returned 0), so what is left of a step is cancelled by the step's nam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from miles_hpc.cluster.chain import record_outcome
+from miles_hpc.cluster.nodelist import compress
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.control.membership import find_controller, overtaken
@@ -40,6 +43,7 @@ from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, Prot
 from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole, Shutdown
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+from miles_hpc.core.walltime import format_time
 
 __all__ = ["Supervisor"]
 
@@ -47,6 +51,7 @@ _CONNECT_S = 5.0
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
+_LOOK_EVERY_S = 180.0
 _QUICK_END_S = 15.0
 _LONGEST_PAUSE_S = 30.0
 #: A host that had to be started again so often is left out of the next allocation.
@@ -56,8 +61,19 @@ _TROUBLED_RESTARTS = 3
 class Supervisor:
     """One allocation. `run` returns an exit code of `core.exits`."""
 
-    def __init__(self, starter: StepStarter, secret: bytes, *, end_time: float | None, job_id: int | None) -> None:
-        """`end_time` is the epoch second at which the allocation ends; None when nothing ends it."""
+    def __init__(
+        self,
+        starter: StepStarter,
+        secret: bytes,
+        *,
+        end_time: float | None,
+        job_id: int | None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """`end_time` is the epoch second at which the allocation ends; None when nothing ends it.
+
+        `look` sees after the next allocation: called in a thread each `_LOOK_EVERY_S` and when the end is announced.
+        """
         self._starter = starter
         self._run = starter.run
         self._paths = starter.paths
@@ -78,6 +94,8 @@ class Supervisor:
         self._failed: asyncio.Future[tuple[int, str]] | None = None  # exit code and why
         self._host_restarts: dict[str, list[str]] = defaultdict(list)  # reasons by host
         self._replaced: dict[str, str | None] = {}  # by given up node: the spare in its place
+        self._look = look
+        self._look_now = asyncio.Event()
         self._one_restart = asyncio.Lock()
         self._world = len(starter.hosts("trainer"))  # hosts of the trainer, whose number is fixed: it is one MPI world
         self.lost_nodes: dict[str, str] = {}  # replaced or given up in this allocation, with Slurm's reason
@@ -94,6 +112,8 @@ class Supervisor:
             hosts={role: list(self._starter.hosts(role)) for role in self._starter.roles},
             time_limit_s=None if self._end_time is None else round(self._end_time - time.time(), 1),
         )
+        self._say_start()
+        looking = asyncio.create_task(self._keep_looking(self._look)) if self._look is not None else None
         outcome, reason = "failed", ""
         try:
             for unit in self._starter.units:
@@ -109,11 +129,33 @@ class Supervisor:
             outcome, reason = "fenced", str(error)
             return exits.FENCED
         finally:
+            if looking is not None:
+                looking.cancel()  # a look under way ends in its thread, which the event loop's end waits for
             await self._end_all()
+            self._say(f"attempt {self._attempt} ended: {outcome}" + (f": {reason}" if reason else ""))
             self._events.note("allocation_end", outcome=outcome, reason=reason)
             self.reason = reason
             record_outcome(self._paths, self._attempt, outcome, reason)
             self._events.close()
+
+    def _say(self, text: str) -> None:
+        """A line of the job's output, if there is a job; that may be on a full file system, and the run goes on."""
+        if self._job_id is not None:
+            with contextlib.suppress(OSError):
+                print(f"supervisor: {text}", flush=True)
+
+    def _say_start(self) -> None:
+        hosts = "; ".join(f"{role} {compress(self._starter.hosts(role))}" for role in self._starter.roles)
+        left = "no limit" if self._end_time is None else format_time(max(0.0, self._end_time - time.time()))
+        self._say(f"run {self._run.name}, attempt {self._attempt}, job {self._job_id}: {hosts}")
+        self._say(f"time left: {left}; logs are in {self._paths.logs(self._attempt)}")
+
+    async def _keep_looking(self, look: Callable[[], None]) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), _LOOK_EVERY_S)
+            self._look_now.clear()
+            await asyncio.to_thread(look)
 
     # ------------------------------------------------------------------------------------------ controller
 
@@ -142,6 +184,7 @@ class Supervisor:
                 return exits.FAILED, ""
             evidence = f"controller ended with {code}"
             self._events.verdict("lost", peer="controller", evidence=evidence, log_tail=self._controller.log_tail())
+            self._say(f"{evidence}: see {self._paths.logs(self._attempt) / 'controller.log'}")
             self._restarts["controller"] += 1
             if self._restarts["controller"] > self._run.control.max_role_restarts:
                 return exits.FAILED, f"{evidence}, after {self._restarts['controller']} starts"
@@ -193,6 +236,7 @@ class Supervisor:
                 silent_s = 0.0 if answered is None else time.monotonic() - answered
                 if silent_s > self._run.control.lease_s:  # agents have given up as well: nothing is lost with it
                     evidence = f"no answer for {silent_s:.1f} s: {error}"
+                    self._say(f"the controller is silent, {evidence}: ending it")
                     self._events.verdict("silent", peer="controller", evidence=evidence)
                     controller.kill()
                     return
@@ -298,12 +342,15 @@ class Supervisor:
                     spare = self._replaced[host] = self._starter.replace(role, host)
                     self.lost_nodes[host] = failed[host]
                     told = f"{failed[host]}; {spare or 'no spare'} in its place"
+                    self._say(f"node {host} of {role} failed: {told}")
                     self._events.verdict("node_failed", peer=host, role=role, evidence=told)
 
     def _restart(self, hosts: dict[str, tuple[str, ...]], reason: str) -> None:
         role = next(iter(hosts))
         self._restarts[role] += 1
         told = {name: list(some) for name, some in hosts.items()}
+        where = ", ".join(f"{name} on {compress(some)}" for name, some in hosts.items())
+        self._say(f"starting again: {where}: {reason}")
         self._events.verdict("restart", peer=role, hosts=told, evidence=reason, count=self._restarts[role])
         if self._restarts[role] > self._run.control.max_role_restarts:
             self._fail(exits.FAILED, f"role {role} was started {self._restarts[role]} times: {reason}")
@@ -375,6 +422,7 @@ class Supervisor:
         """The allocation ends soon (USR1, USR2) or now (TERM): the controller drains, saves, and says how it went."""
         self._events.note("signal", signal=number.name)
         print(f"supervisor: {number.name}: told the controller", file=sys.stderr, flush=True)
+        self._look_now.set()
         soon = number in (signal.SIGUSR1, signal.SIGUSR2)
         if not soon:
             self.terminated = self._ending = True  # nothing is started any more: Slurm ends the steps as well
