@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
+#: For whoever reads the output of a job that Slurm calls FAILED, as it does with any code but 0.
+_MEANINGS = {
+    exits.DONE: "complete",
+    exits.NEXT_ALLOCATION: "paused",
+    exits.USER_ERROR: "bad input",
+    exits.FENCED: "a newer start has the run",
+}
 
 
 def main() -> int:
@@ -67,7 +74,7 @@ def main() -> int:
     supervisor, reason = None, ""
     try:
         starter = SlurmStarter(run, site, paths, attempt, slurm=slurm, job_id=job_id, environ=os.environ)
-        supervisor = Supervisor(starter, secret, end_time=chain.end_time(), job_id=job_id)
+        supervisor = Supervisor(starter, secret, end_time=chain.end_time(), job_id=job_id, look=chain.look)
         code = run_unless_ended(supervisor, early)
         reason = supervisor.reason
     except UserError as error:
@@ -87,6 +94,7 @@ def main() -> int:
     if supervisor is not None:
         chain.note_nodes({**supervisor.troubled_hosts, **supervisor.lost_nodes})
     chain.next()
+    print(f"supervisor: exit code {code}: {_MEANINGS.get(code, 'failed')}, {chain.outlook()}", flush=True)
     return code
 
 

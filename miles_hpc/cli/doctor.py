@@ -16,7 +16,8 @@ from miles_hpc.cluster.preflight.machine import LocalMachine
 from miles_hpc.cluster.preflight.runner import Result, compare_nodes, run_checks, worst
 from miles_hpc.cluster.preflight.situation import make_context
 from miles_hpc.cluster.preflight.step import JobRequest, NodeSteps, plan_steps
-from miles_hpc.core.errors import UserError
+from miles_hpc.cluster.slurm import Slurm
+from miles_hpc.core.errors import MilesError, UserError
 
 __all__ = ["main"]
 
@@ -59,7 +60,23 @@ def _steps(args: argparse.Namespace, context: Context, run: Path | None, run_dir
     options += [word for only in args.only for word in ("--only", only)]
     program = ["-m", "miles_hpc.cluster.preflight.on_node", *options]
     request = JobRequest(account=args.account, qos=args.qos, partition=args.partition)
-    return plan_steps(context, args.on_nodes, program, request)
+    steps = plan_steps(context, args.on_nodes, program, request)
+    _refuse_too_many(steps)
+    return steps
+
+
+def _refuse_too_many(steps: NodeSteps) -> None:
+    """Slurm would let such a job wait in the queue for ever. Without its word the job is tried."""
+    if not steps.partition:
+        return
+    try:
+        has = Slurm(environ=steps.environ).node_count(steps.partition)
+    except MilesError:
+        return
+    if 0 < has < steps.nodes:
+        raise UserError(
+            f"--on-nodes {steps.nodes}: partition '{steps.partition}' has only {has} nodes: ask for at most {has}"
+        )
 
 
 def _results(

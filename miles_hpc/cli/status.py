@@ -74,9 +74,12 @@ def _attempt_rows(run: RunConfig, standing: Standing) -> list[tuple[str, str]]:
     attempts = standing.attempts
     if not attempts:
         return [("attempts", f"none yet, of {run.job.max_allocations} at most")]
-    used_up = len(attempts) >= run.job.max_allocations and standing.verdict.state == JobState.PAUSED
+    # An attempt without a job is an allocation of its own; a supervisor started again in its job is none.
+    used = len({(a.job_id, a.restart) if a.job_id is not None else a.number for a in attempts})
+    used_up = used >= run.job.max_allocations and standing.verdict.state == JobState.PAUSED
     more = ": 'miles-hpc resume' needs --set job.max_allocations=N" if used_up else ""
-    rows = [("attempts", f"{len(attempts)} of {run.job.max_allocations} at most{more}")]
+    count = f"{used}" if used == len(attempts) else f"{len(attempts)}, in allocations: {used}"
+    rows = [("attempts", f"{count} of {run.job.max_allocations} at most{more}")]
     lives = standing.verdict.state in _ALIVE and not standing.verdict.warnings
     for attempt in attempts[-3:]:
         going_on = lives and attempt is attempts[-1] and not attempt.outcome

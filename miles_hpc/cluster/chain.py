@@ -30,6 +30,7 @@ __all__ = [
     "BadNode",
     "Decision",
     "Progress",
+    "allocations_used",
     "bad_nodes",
     "decide",
     "idle_attempts",
@@ -59,6 +60,11 @@ class AttemptStart(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     progress: Progress
 
+    @property
+    def allocation(self) -> tuple[int | None, int]:
+        """The start of a job that it belongs to: a supervisor that was killed and started again made attempts too."""
+        return self.job_id, self.restart
+
 
 class BadNode(msgspec.Struct, frozen=True, kw_only=True):
     """Why a node is left out of later allocations."""
@@ -86,12 +92,11 @@ def progress_of(paths: RunPaths) -> Progress:
 def idle_attempts(starts: Sequence[AttemptStart], now: Progress, *, first: int = 1) -> int:
     """How many allocations in a row, up to the newest one started, have left the run where they found it.
 
-    `now` is the progress after the newest; attempts before `first` belong to an earlier submission and don't count. A
-    supervisor that was killed and started again in its job makes a new attempt, but of the same allocation.
+    `now` is the progress after the newest; attempts before `first` belong to an earlier submission and don't count.
     """
     found: dict[tuple[int | None, int], Progress] = {}  # of each allocation, oldest first
     for start in sorted((s for s in starts if s.attempt >= first), key=lambda s: s.attempt):
-        found.setdefault((start.job_id, start.restart), start.progress)
+        found.setdefault(start.allocation, start.progress)
     idle, after = 0, now
     for progress in reversed(found.values()):
         if after > progress:
@@ -100,10 +105,15 @@ def idle_attempts(starts: Sequence[AttemptStart], now: Progress, *, first: int =
     return idle
 
 
+def allocations_used(starts: Sequence[AttemptStart]) -> int:
+    """How many allocations these attempts were made in: what job.max_allocations counts."""
+    return len({start.allocation for start in starts})
+
+
 def decide(
     job: JobConfig, starts: Sequence[AttemptStart], now: Progress, *, attempt: int, first: int, cancelled: bool
 ) -> Decision:
-    """Whether another attempt follows `attempt`, whose start is the newest of `starts`."""
+    """Whether another allocation follows that of `attempt`, whose start is the newest of `starts`."""
     if cancelled:
         return Decision(False, "the run was cancelled: 'miles-hpc resume' goes on")
     idle = idle_attempts(starts, now, first=first)
@@ -114,8 +124,8 @@ def decide(
             f"{idle} allocations in a row made no progress: the run stands {stood}: look at the logs of the last "
             f"attempts, up to {attempt}, mend the cause, then 'miles-hpc resume'",
         )
-    if attempt >= job.max_allocations:
-        last = f"allocation {attempt} was the last of job.max_allocations = {job.max_allocations}"
+    if (used := allocations_used(starts)) >= job.max_allocations:
+        last = f"allocation {used} was the last of job.max_allocations = {job.max_allocations}"
         return Decision(False, f"{last}: to go on, raise it and resume")
     return Decision(True)
 

@@ -6,7 +6,7 @@
 | slurmctld is away at the end | asked again for `_PATIENCE_S` |
 | sbatch refuses to leave the bad nodes out | handed in with them |
 | the owner cancelled the run between question and answer | the follow-up is taken out again |
-| a follow-up that was noted is gone | another one; after the owner's scancel none |
+| a follow-up that was noted is gone | another one, at the next look or at the end; after the owner's scancel none |
 
 An end of the chain is always said: on the batch script's output, and in outcome.json.
 """
@@ -22,6 +22,7 @@ from typing import TypeVar
 from miles_hpc.cluster.chain import (
     AttemptStart,
     BadNode,
+    allocations_used,
     bad_nodes,
     decide,
     is_cancelled,
@@ -85,6 +86,8 @@ class Chain:
         self._wanted = True  # whether there is to be a next allocation
         self._requeued = False  # by Slurm, after a lost node or a preemption
         self._excluded: list[str] = []  # what the follow-up that waits was told to leave out
+        self._taken_out: int | None = None  # a follow-up that was seen cancelled; Slurm forgets that in minutes
+        self._complaint = ""  # of the newest look, told once
         self._patience_s = patience_s
         self._sleep = sleep
 
@@ -93,9 +96,17 @@ class Chain:
         progress = progress_of(self._paths)
         adopt_job(self._paths, self._job_id)
         cancelled = is_cancelled(self._paths)
+        start = AttemptStart(
+            attempt=self._attempt,
+            job_id=self._job_id,
+            restart=env.read("SLURM_RESTART_COUNT"),
+            time=time.time(),
+            progress=progress,
+        )
         before = decide(
             self._run.job,
-            read_starts(self._paths),
+            # An allocation that has begun goes on: its own earlier attempts are no reason against it.
+            [earlier for earlier in read_starts(self._paths) if earlier.allocation != start.allocation],
             progress,
             attempt=self._attempt - 1,
             first=self._first,
@@ -103,19 +114,10 @@ class Chain:
         )
         if not before.go:
             return before.why
-        record_start(
-            self._paths,
-            AttemptStart(
-                attempt=self._attempt,
-                job_id=self._job_id,
-                restart=env.read("SLURM_RESTART_COUNT"),
-                time=time.time(),
-                progress=progress,
-            ),
-        )
+        record_start(self._paths, start)
         # One may wait already, when this supervisor takes over from one that was killed.
         waits = self._site.requeue or read_follow_up(self._paths) is not None
-        if not waits and self._attempt < self._run.job.max_allocations:
+        if not waits and allocations_used(read_starts(self._paths)) < self._run.job.max_allocations:
             try:
                 self._hand_in()
             except MilesError as error:
@@ -131,6 +133,40 @@ class Chain:
             print(f"supervisor: {error}; the job's end from its environment: {told}", file=sys.stderr, flush=True)
             return None if told is None else float(told)
         return None if math.isinf(remaining_s) else time.time() + remaining_s
+
+    def look(self) -> None:
+        """Hand in the follow-up again when the queue has lost it. Blocks while Slurm is asked; what fails is printed.
+
+        One that was cancelled stays so, and a chain that ends asks for none.
+        """
+        if self._site.requeue or not self._wanted or is_cancelled(self._paths):
+            return
+        try:
+            follower = read_follow_up(self._paths)
+            state = "" if follower is None else self._state(follower)
+            if state == "queued" or allocations_used(read_starts(self._paths)) >= self._run.job.max_allocations:
+                return
+            if state == "CANCELLED":
+                if self._taken_out is None:
+                    print(f"supervisor: job {follower}, the next allocation, was cancelled: none follows", flush=True)
+                self._taken_out = follower
+            elif follower is None or follower != self._taken_out:
+                if follower is not None:
+                    print(f"supervisor: job {follower}, the next allocation, is gone: asking for another", flush=True)
+                self._hand_in()
+        except (MilesError, OSError) as error:
+            if str(error) != self._complaint:
+                print(f"supervisor: {error}: no follow-up yet, asked again later", file=sys.stderr, flush=True)
+            self._complaint = str(error)
+
+    def outlook(self) -> str:
+        """What comes after this allocation, once `next` has settled it."""
+        if not self._wanted:
+            return "no next allocation"
+        if self._requeued:
+            return f"job {self._job_id} is queued again"
+        follower = read_follow_up(self._paths)
+        return "the next allocation is queued" if follower is None else f"next allocation is job {follower}"
 
     def end(self, code: int, reason: str, *, terminated: bool) -> None:
         """Decide whether there is a next allocation."""
@@ -186,7 +222,7 @@ class Chain:
         if not self._site.requeue:
             follower = read_follow_up(self._paths)
             state = "" if follower is None else self._state(follower)
-            if state == "CANCELLED":
+            if state == "CANCELLED" or (follower is not None and follower == self._taken_out):
                 self._stop(f"its job {follower} was cancelled")
             elif state in ("", "ended") or set(exclude) - set(self._excluded):  # those weren't known at the start
                 self._insist(self._hand_in)
@@ -195,7 +231,9 @@ class Chain:
             return
         if not exclude:  # a requeued job can't be told of nodes to leave out
             try:
+                print(f"supervisor: job {self._job_id} is queued again for the next allocation", flush=True)
                 self._insist(lambda: self._slurm.requeue(self._job_id))  # Slurm ends this script now
+                self._requeued = True
                 return
             except MilesError as error:
                 print(f"supervisor: {error}: handing in a follow-up job instead", file=sys.stderr, flush=True)

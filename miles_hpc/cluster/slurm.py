@@ -240,6 +240,11 @@ class Slurm:
         """What a job may ask for in each partition that this user sees, by its name."""
         return parse_limits(self._run("sinfo", "--noheader", "--format=%R|%l|%s"))
 
+    def node_count(self, partition: str) -> int:
+        """How many nodes a partition has, whatever their states; 0 when this user sees none of that name."""
+        counts = self._run("sinfo", "--noheader", f"--partition={partition}", "--format=%D").split()
+        return sum(int(count) for count in counts if count.isdecimal())
+
     def version(self) -> str:
         """Slurm's version as sbatch tells it: "slurm-wlm 22.05.8"."""
         return self._run("sbatch", "--version").strip()

@@ -11,6 +11,7 @@
 In a layout with one step over all roles that step is the trainer's: its end starts all of them again, and a host of
 another role that is lost alone gets a step of its own. A node that Slurm gave up while the job goes on (--no-kill) is
 replaced by a spare; without one, rollout and sandbox go on with the rest, and the trainer needs the next allocation.
+Restarts go one after the other: each looks at the nodes and at the steps as the one before has left them.
 
 It judges by evidence: an srun that ended says nothing about its tasks (killed, it leaves them running; after a node
 failure it returned 0), so what is left of a step is cancelled by the step's name before a newer one starts.
@@ -19,15 +20,18 @@ failure it returned 0), so what is left of a step is cancelled by the step's nam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from miles_hpc.cluster.chain import record_outcome
+from miles_hpc.cluster.nodelist import compress
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
 from miles_hpc.control.membership import find_controller, overtaken
@@ -39,6 +43,7 @@ from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, Prot
 from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole, Shutdown
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+from miles_hpc.core.walltime import format_time
 
 __all__ = ["Supervisor"]
 
@@ -46,6 +51,7 @@ _CONNECT_S = 5.0
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
+_LOOK_EVERY_S = 180.0
 _QUICK_END_S = 15.0
 _LONGEST_PAUSE_S = 30.0
 #: A host that had to be started again so often is left out of the next allocation.
@@ -55,8 +61,19 @@ _TROUBLED_RESTARTS = 3
 class Supervisor:
     """One allocation. `run` returns an exit code of `core.exits`."""
 
-    def __init__(self, starter: StepStarter, secret: bytes, *, end_time: float | None, job_id: int | None) -> None:
-        """`end_time` is the epoch second at which the allocation ends; None when nothing ends it."""
+    def __init__(
+        self,
+        starter: StepStarter,
+        secret: bytes,
+        *,
+        end_time: float | None,
+        job_id: int | None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """`end_time` is the epoch second at which the allocation ends; None when nothing ends it.
+
+        `look` sees after the next allocation: called in a thread each `_LOOK_EVERY_S` and when the end is announced.
+        """
         self._starter = starter
         self._run = starter.run
         self._paths = starter.paths
@@ -77,6 +94,10 @@ class Supervisor:
         self._failed: asyncio.Future[tuple[int, str]] | None = None  # exit code and why
         self._host_restarts: dict[str, list[str]] = defaultdict(list)  # reasons by host
         self._replaced: dict[str, str | None] = {}  # by given up node: the spare in its place
+        self._look = look
+        self._look_now = asyncio.Event()
+        self._one_restart = asyncio.Lock()
+        self._world = len(starter.hosts("trainer"))  # hosts of the trainer, whose number is fixed: it is one MPI world
         self.lost_nodes: dict[str, str] = {}  # replaced or given up in this allocation, with Slurm's reason
 
     async def run(self) -> int:
@@ -91,6 +112,8 @@ class Supervisor:
             hosts={role: list(self._starter.hosts(role)) for role in self._starter.roles},
             time_limit_s=None if self._end_time is None else round(self._end_time - time.time(), 1),
         )
+        self._say_start()
+        looking = asyncio.create_task(self._keep_looking(self._look)) if self._look is not None else None
         outcome, reason = "failed", ""
         try:
             for unit in self._starter.units:
@@ -106,11 +129,33 @@ class Supervisor:
             outcome, reason = "fenced", str(error)
             return exits.FENCED
         finally:
+            if looking is not None:
+                looking.cancel()  # a look under way ends in its thread, which the event loop's end waits for
             await self._end_all()
+            self._say(f"attempt {self._attempt} ended: {outcome}" + (f": {reason}" if reason else ""))
             self._events.note("allocation_end", outcome=outcome, reason=reason)
             self.reason = reason
             record_outcome(self._paths, self._attempt, outcome, reason)
             self._events.close()
+
+    def _say(self, text: str) -> None:
+        """A line of the job's output, if there is a job; that may be on a full file system, and the run goes on."""
+        if self._job_id is not None:
+            with contextlib.suppress(OSError):
+                print(f"supervisor: {text}", flush=True)
+
+    def _say_start(self) -> None:
+        hosts = "; ".join(f"{role} {compress(self._starter.hosts(role))}" for role in self._starter.roles)
+        left = "no limit" if self._end_time is None else format_time(max(0.0, self._end_time - time.time()))
+        self._say(f"run {self._run.name}, attempt {self._attempt}, job {self._job_id}: {hosts}")
+        self._say(f"time left: {left}; logs are in {self._paths.logs(self._attempt)}")
+
+    async def _keep_looking(self, look: Callable[[], None]) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), _LOOK_EVERY_S)
+            self._look_now.clear()
+            await asyncio.to_thread(look)
 
     # ------------------------------------------------------------------------------------------ controller
 
@@ -139,6 +184,7 @@ class Supervisor:
                 return exits.FAILED, ""
             evidence = f"controller ended with {code}"
             self._events.verdict("lost", peer="controller", evidence=evidence, log_tail=self._controller.log_tail())
+            self._say(f"{evidence}: see {self._paths.logs(self._attempt) / 'controller.log'}")
             self._restarts["controller"] += 1
             if self._restarts["controller"] > self._run.control.max_role_restarts:
                 return exits.FAILED, f"{evidence}, after {self._restarts['controller']} starts"
@@ -190,6 +236,7 @@ class Supervisor:
                 silent_s = 0.0 if answered is None else time.monotonic() - answered
                 if silent_s > self._run.control.lease_s:  # agents have given up as well: nothing is lost with it
                     evidence = f"no answer for {silent_s:.1f} s: {error}"
+                    self._say(f"the controller is silent, {evidence}: ending it")
                     self._events.verdict("silent", peer="controller", evidence=evidence)
                     controller.kill()
                     return
@@ -202,12 +249,11 @@ class Supervisor:
         if self._ending or isinstance(message, Shutdown):
             return Ack()  # it ends when the controller has ended
         if isinstance(message, RestartHost):
-            if message.host not in self._starter.hosts(message.role):
+            if message.host not in self._starter.hosts(message.role) and message.host not in self._replaced:
                 self._events.note("left", peer=message.host, role=message.role, evidence=message.reason)
                 return Ack()  # it joined from outside: whoever started it there may start it again
-            covering = [s for s in self._steps if message.host in s.hosts.get(message.role, ())]
-            if max((s.incarnation for s in covering), default=0) <= message.incarnation:
-                await self._restart_hosts(message.role, (message.host,), message.reason)
+            async with self._one_restart:
+                await self._restart_hosts(message.role, (message.host,), message.reason, after=message.incarnation)
             return Ack()
         if isinstance(message, RestartRole):
             if self._incarnation[message.role] <= message.incarnation:
@@ -226,57 +272,85 @@ class Supervisor:
             self._steps.append(step)
             watcher = asyncio.create_task(self._watch(step))
             self._watchers.add(watcher)
-            watcher.add_done_callback(self._watchers.discard)
+            watcher.add_done_callback(self._watched)
 
-    async def _restart_hosts(self, role: str, hosts: tuple[str, ...], reason: str) -> None:
-        """Start some hosts of a role again: where Slurm gave a node up, the spare in its place, or the rest."""
-        failed = await self._give_up_nodes()
-        hosts = tuple(spare for host in hosts if (spare := failed.get(host, host)) is not None)
-        if not self._starter.hosts(role):
-            self._fail(exits.NEXT_ALLOCATION, f"no node of role {role} is left: {reason}")
-        elif hosts:
-            for host in hosts:
-                self._host_restarts[host].append(reason)
-            self._restart({role: hosts}, reason)
+    def _watched(self, watcher: asyncio.Task[None]) -> None:
+        """A watcher that broke would leave its step's hosts empty for ever: the allocation ends instead."""
+        self._watchers.discard(watcher)
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._fail(exits.FAILED, f"a step could not be started again: {type(error).__name__}: {error}")
+
+    async def _restart_hosts(self, role: str, hosts: tuple[str, ...], reason: str, *, after: int) -> None:
+        """Start some hosts of a role again: where Slurm gave a node up, the spare in its place, or the rest.
+
+        Those that a step newer than incarnation `after` covers run already; so does a spare that has a step.
+        """
+        await self._give_up_nodes()
+        if self._over or not self._enough_nodes(reason):
+            return
+        left = []
+        for host in hosts:
+            now = self._in_place_of(host)
+            steps = [s for s in self._steps if now in s.hosts.get(role, ())]
+            if now is not None and not any(s.incarnation > after or now != host for s in steps):
+                left.append(now)
+                self._host_restarts[now].append(reason)
+        if left:
+            self._restart({role: tuple(left)}, reason)
 
     async def _restart_unit(self, role: str, reason: str) -> None:
         """Start a role and all that share its step again, on all hosts that are left or in others' places."""
         (unit,) = [unit for unit in self._starter.units if role in unit]
-        before = {name: self._starter.hosts(name) for name in unit}
-        await self._give_up_nodes()
-        hosts = {name: self._starter.hosts(name) for name in unit}
-        if len(hosts["trainer"]) < len(before["trainer"]):
-            self._fail(exits.NEXT_ALLOCATION, f"a node of the trainer failed and no spare is left: {reason}")
-            return
-        hosts = {name: some for name, some in hosts.items() if some}
         for step in [s for s in self._steps if set(s.hosts) <= set(unit)]:  # of hosts that had been started alone
             await self._starter.end(step)
-        self._restart(hosts, reason)
+        await self._give_up_nodes()  # last, so that the hosts are those of now
+        if not self._over and self._enough_nodes(reason):
+            self._restart({name: self._starter.hosts(name) for name in unit}, reason)
 
-    async def _give_up_nodes(self) -> dict[str, str | None]:
-        """Take nodes that Slurm gave up out of their roles; returns the spare in place of each, None without one.
+    def _enough_nodes(self, reason: str) -> bool:
+        """Whether the allocation can go on with the nodes that are left; it ends where it can't."""
+        if len(self._starter.hosts("trainer")) < self._world:
+            self._fail(exits.NEXT_ALLOCATION, f"a node of the trainer failed and no spare is left: {reason}")
+            return False
+        if empty := [role for role in self._starter.roles if not self._starter.hosts(role)]:
+            self._fail(exits.NEXT_ALLOCATION, f"no node of role {empty[0]} is left: {reason}")
+            return False
+        return True
 
-        Of all so far: when two nodes fail at once, one step's watcher finds the other's node replaced already.
-        """
-        replaced = self._replaced
+    def _in_place_of(self, host: str) -> str | None:
+        """The host itself, or the last of the spares that took its place one after the other; None without one."""
+        now: str | None = host
+        while now is not None and now in self._replaced:
+            now = self._replaced[now]
+        return now
+
+    @property
+    def _over(self) -> bool:
+        """Whether nothing is started any more."""
+        return self._ending or (self._failed is not None and self._failed.done())
+
+    async def _give_up_nodes(self) -> None:
+        """Take nodes that Slurm gave up out of their roles, whichever role's restart finds them."""
         try:
             failed = await self._starter.failed_nodes()
         except MilesError as error:  # Slurm doesn't answer: the next restart asks again
             self._events.note("nodes_unknown", error=str(error))
-            return replaced
+            return
         for role in self._starter.roles:
             for host in self._starter.hosts(role):
                 if host in failed:
-                    replaced[host] = self._starter.replace(role, host)
+                    spare = self._replaced[host] = self._starter.replace(role, host)
                     self.lost_nodes[host] = failed[host]
-                    told = f"{failed[host]}; {replaced[host] or 'no spare'} in its place"
+                    told = f"{failed[host]}; {spare or 'no spare'} in its place"
+                    self._say(f"node {host} of {role} failed: {told}")
                     self._events.verdict("node_failed", peer=host, role=role, evidence=told)
-        return replaced
 
     def _restart(self, hosts: dict[str, tuple[str, ...]], reason: str) -> None:
         role = next(iter(hosts))
         self._restarts[role] += 1
         told = {name: list(some) for name, some in hosts.items()}
+        where = ", ".join(f"{name} on {compress(some)}" for name, some in hosts.items())
+        self._say(f"starting again: {where}: {reason}")
         self._events.verdict("restart", peer=role, hosts=told, evidence=reason, count=self._restarts[role])
         if self._restarts[role] > self._run.control.max_role_restarts:
             self._fail(exits.FAILED, f"role {role} was started {self._restarts[role]} times: {reason}")
@@ -303,18 +377,15 @@ class Supervisor:
         if step not in self._steps:
             return
         self._steps.remove(step)
-        if self._ending or (self._failed is not None and self._failed.done()):
-            return
         reason = f"step {step.name} ended with {code}"
-        newer = [s for s in self._steps if s.incarnation > step.incarnation]
-        if "trainer" in step.hosts:
-            if not any("trainer" in s.hosts for s in newer):
+        async with self._one_restart:
+            if self._over:
+                return
+            if "trainer" not in step.hosts:
+                for role, hosts in step.hosts.items():
+                    await self._restart_hosts(role, hosts, reason, after=step.incarnation)
+            elif not any("trainer" in s.hosts and s.incarnation > step.incarnation for s in self._steps):
                 await self._restart_unit("trainer", reason)
-            return
-        for role, hosts in step.hosts.items():
-            covered = {host for s in newer for host in s.hosts.get(role, ())}
-            if left := tuple(host for host in hosts if host not in covered):
-                await self._restart_hosts(role, left, reason)
 
     @property
     def _save_s(self) -> float:
@@ -351,6 +422,7 @@ class Supervisor:
         """The allocation ends soon (USR1, USR2) or now (TERM): the controller drains, saves, and says how it went."""
         self._events.note("signal", signal=number.name)
         print(f"supervisor: {number.name}: told the controller", file=sys.stderr, flush=True)
+        self._look_now.set()
         soon = number in (signal.SIGUSR1, signal.SIGUSR2)
         if not soon:
             self.terminated = self._ending = True  # nothing is started any more: Slurm ends the steps as well

@@ -301,7 +301,8 @@ def _explain(message: str, data: dict[str, Any], struct: type[msgspec.Struct], s
         if index == "...":
             break
         seen = seen[int(index)] if index else seen[name]
-    return f"{source}: '{where}' = {_show(seen)}: expected {_describe(wanted)}, seen {type(seen).__name__}"
+    expected = f"expected {_describe(wanted)}, seen {type(seen).__name__}{_near(seen, wanted)}"
+    return f"{source}: '{where}' = {_show(seen)}: {expected}"
 
 
 def _type_at(struct: Any, parts: list[str]) -> Any:
@@ -319,17 +320,39 @@ def _type_at(struct: Any, parts: list[str]) -> Any:
     return wanted
 
 
+def _near(seen: Any, wanted: Any) -> str:
+    """The choice that was meant, where a field takes one of some words."""
+    near = get_close_matches(seen, _choices(wanted), 1) if isinstance(seen, str) else []
+    return f": did you mean '{near[0]}'?" if near else ""
+
+
+def _choices(wanted: Any) -> list[str]:
+    """The words of a Literal, also of those in a union; no empty one, which stands for nothing chosen."""
+    if get_origin(wanted) is Literal:
+        return [choice for choice in get_args(wanted) if isinstance(choice, str) and choice]
+    if get_origin(wanted) in (Union, types.UnionType):
+        return [choice for part in get_args(wanted) for choice in _choices(part)]
+    return []
+
+
 def _describe(wanted: Any) -> str:
     origin = get_origin(wanted)
     if origin is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(wanted))
+        return _one_of(get_args(wanted))
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(choice) for choice in get_args(wanted) if choice is not type(None))
+        parts = [part for part in get_args(wanted) if part is not type(None)]
+        if all(get_origin(part) is Literal for part in parts):
+            return _one_of(choice for part in parts for choice in get_args(part))
+        return " or ".join(map(_describe, parts))
     if origin is list:
         return f"a list of {_describe(get_args(wanted)[0])}"
     if origin is dict or (isinstance(wanted, type) and issubclass(wanted, msgspec.Struct)):
         return "a table"
     return getattr(wanted, "__name__", str(wanted))
+
+
+def _one_of(choices: Iterable[Any]) -> str:
+    return "one of " + ", ".join(map(repr, choices))
 
 
 def _show(value: Any) -> str:

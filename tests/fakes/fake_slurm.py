@@ -55,6 +55,10 @@ class FakeSlurm:
         self.require()
         return dict(self.limits)
 
+    def node_count(self, partition: str) -> int:
+        self.require()
+        return 0
+
     def test(self, script: str | Path) -> None:
         self.require()
         if self.refusal:

@@ -133,6 +133,32 @@ def test_bad_input_is_one_line(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("sinfo", "message"),
+    [
+        ("printf '2\\n1\\n'", "--on-nodes 4: partition 'trainer' has only 3 nodes: ask for at most 3"),
+        ("echo 4", "no srun on PATH"),
+        ("exit 1", "no srun on PATH"),  # without Slurm's word it is tried
+    ],
+)
+def test_more_nodes_than_the_partition_has(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    sinfo: str,
+    message: str,
+) -> None:
+    told = tmp_path / "bin" / "sinfo"
+    told.parent.mkdir(exist_ok=True)
+    told.write_text(f'#!/bin/sh\n[ "$2" = --partition=trainer ] || exit 2\n{sinfo}\n')
+    told.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{told.parent}:/usr/bin:/bin" if "srun" not in message else str(told.parent))
+    assert main(["doctor", "--on-nodes", "4", "--site", "slurm_box", "--only", "ports"]) == 2
+    captured = capsys.readouterr()
+    assert (message in captured.err, captured.err.count("\n"), captured.out) == (True, 1, "")
+
+
 def test_a_check_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     own = Check(name="moon", why="the tide matters here", source="us", look=lambda machine, context: [fine("full")])
     monkeypatch.setattr(registry, "names", lambda kind: ["moon"] if kind == "check" else [])

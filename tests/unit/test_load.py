@@ -50,6 +50,16 @@ def run_text(body: str) -> str:
             "[model]\ndtype = 'fp8'",
             "run.toml: 'model.dtype' = \"fp8\": expected one of 'float32', 'bfloat16', seen str",
         ),
+        (
+            "[model]\ndtype = 'bfloat'",
+            "run.toml: 'model.dtype' = \"bfloat\": expected one of 'float32', 'bfloat16', seen str: did you mean "
+            "'bfloat16'?",
+        ),
+        (
+            "[model]\n[job]\nlayout = 'hetjop'",
+            "run.toml: 'job.layout' = \"hetjop\": expected one of 'hetjob', 'hetjob_span', 'split', 'split_span', '', "
+            "seen str: did you mean 'hetjob'?",
+        ),
         ("[model]\ninit_seed = 'x'", "run.toml: 'model.init_seed' = \"x\": expected int, seen str"),
         ("python_path = ['a', 3]\n[model]", "run.toml: 'python_path[1]' = 3: expected str, seen int"),
         ("python_path = 'a'\n[model]", "run.toml: 'python_path' = \"a\": expected a list of str, seen str"),

@@ -109,6 +109,47 @@ def test_elsewhere_the_follow_up_waits_from_the_start(tmp_path: Path) -> None:
     assert read_follow_up(one.paths) not in (None, follower)
 
 
+def test_a_follow_up_that_the_queue_lost_is_asked_for_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Allocation(tmp_path, FOLLOW)
+    chain, _ = one.begin()
+    chain.look()
+    lost = read_follow_up(one.paths)
+    assert lost is not None and len(one.slurm.submitted) == 2  # it waits: nothing is done
+    del one.slurm.jobs[lost]
+    one.slurm.absences = 2
+    chain.look()
+    chain.look()
+    assert capsys.readouterr().err.count("asked again later") == 1  # told once
+    chain.look()
+    again = read_follow_up(one.paths)
+    assert again not in (None, lost) and len(one.slurm.submitted) == 3
+    chain.end(exits.NEXT_ALLOCATION, "", terminated=False)
+    chain.next()
+    assert (chain.outlook(), len(one.slurm.submitted)) == (f"next allocation is job {again}", 3)
+
+
+@pytest.mark.parametrize("how", ["scancel", "miles-hpc cancel", "halted", "last"])
+def test_a_look_asks_for_none_where_none_is_wanted(tmp_path: Path, how: str) -> None:
+    one = Allocation(tmp_path, FOLLOW, make_run(f"job.max_allocations={1 if how == 'last' else 9}"))
+    chain, _ = one.begin()
+    follower, before = read_follow_up(one.paths), len(one.slurm.submitted)
+    if how == "scancel":
+        assert follower is not None
+        one.slurm.finish(follower, "CANCELLED")
+        chain.look()
+    elif how == "miles-hpc cancel":
+        set_cancelled(one.paths, True)
+    elif how == "halted":
+        chain.end(exits.DONE, "", terminated=False)
+    if follower is not None:
+        one.slurm.jobs[follower] = []  # forgotten, after some minutes
+    chain.look()
+    if how != "halted":
+        chain.end(exits.NEXT_ALLOCATION, "", terminated=False)
+        chain.next()
+    assert (len(one.slurm.submitted), chain.outlook()) == (before, "no next allocation")
+
+
 def test_a_supervisor_that_takes_over_hands_in_no_second_follow_up(tmp_path: Path) -> None:
     one = Allocation(tmp_path, FOLLOW)
     one.begin()
@@ -192,7 +233,22 @@ def test_what_must_not_start(tmp_path: Path) -> None:
     assert not is_cancelled(one.paths)
     few = Allocation(tmp_path / "2", make_site(), make_run("job.max_allocations=1"))
     few.begin()
-    assert few.begin()[1].startswith("allocation 1 was the last of job.max_allocations = 1")
+    assert few.begin()[1] == ""  # a supervisor that takes over in the same allocation
+    assert few.begin(few.job + 1)[1].startswith("allocation 1 was the last of job.max_allocations = 1")
+
+
+def test_supervisors_that_take_over_use_up_no_allocations(tmp_path: Path) -> None:
+    one = Allocation(tmp_path, FOLLOW, make_run("job.max_allocations=2", "job.max_idle_allocations=9"))
+    for _ in range(3):
+        chain, why = one.begin()
+        assert why == ""
+    follower = read_follow_up(one.paths)
+    assert follower is not None
+    one.slurm.finish(one.job, "TIMEOUT")
+    chain, why = one.begin(follower)
+    assert (why, read_follow_up(one.paths)) == ("", None)  # the second is the last
+    chain.end(exits.NEXT_ALLOCATION, "", terminated=False)
+    assert not chain._wanted
 
 
 def test_a_chain_without_progress_stops_at_the_end_and_says_why(

@@ -92,6 +92,23 @@ def test_an_error_of_our_own_stops_the_chain_and_says_so(tmp_path: Path, monkeyp
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        (exits.NEXT_ALLOCATION, "supervisor: exit code 10: paused, next allocation is job {follower}"),
+        (exits.DONE, "supervisor: exit code 0: complete, no next allocation"),
+        (exits.FAILED, "supervisor: exit code 1: failed, no next allocation"),
+    ],
+)
+def test_the_last_line_tells_what_the_exit_code_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, last: str
+) -> None:
+    job = Job(tmp_path, FOLLOW, monkeypatch)
+    monkeypatch.setattr(supervisor, "run_unless_ended", lambda *_: code)
+    assert supervisor.main() == code
+    assert capsys.readouterr().out.splitlines()[-1] == last.format(follower=max(job.slurm.jobs))
+
+
 def test_one_too_many_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

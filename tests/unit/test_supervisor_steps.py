@@ -256,7 +256,49 @@ def test_a_node_that_another_watcher_has_replaced_already(tmp_path: Path) -> Non
         supervisor = opened(starter)
         starter.down = {"t2": "down: power", "r2": "down: power"}
         await supervisor._give_up_nodes()  # on behalf of the trainer's step
-        await supervisor._restart_hosts("rollout", ("r2",), "its step ended")
+        await supervisor._restart_hosts("rollout", ("r2",), "its step ended", after=1)
         assert starter.started[-1] == {"rollout": ("r3",)}
 
     asyncio.run(main())
+
+
+def test_what_an_allocation_says_and_when_it_looks_after_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("miles_hpc.controller.supervisor._LOOK_EVERY_S", 0.05)
+
+    async def main() -> int:
+        starter = Starter(tmp_path)
+        supervisor = Supervisor(starter, new_secret(), end_time=None, job_id=17, look=lambda: looks.append(1))
+        controller = Process()
+        controller.log_tail = lambda: ""  # type: ignore[attr-defined]
+        controller.signal = lambda number: None  # type: ignore[attr-defined]
+        monkeypatch.setattr(supervisor, "_start_controller", lambda: controller)
+        ran = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(WAIT_S):
+            while not looks:
+                await asyncio.sleep(0.01)
+            starter.down = {"r2": "down: power"}
+            await tell(supervisor, RestartHost(role="rollout", host="r2", incarnation=1, reason="lost"))
+            monkeypatch.setattr("miles_hpc.controller.supervisor._LOOK_EVERY_S", 1e6)
+            await asyncio.sleep(0.2)
+            looks.clear()
+            for step in starter.steps:  # as agents do that are told to end
+                step.process.exit_code = 0
+                step.process._ended.set()  # type: ignore[attr-defined]
+            supervisor._on_signal(signal.SIGUSR1)
+            while not looks:  # the end was announced
+                await asyncio.sleep(0.01)
+            controller.finish(10)
+            return await ran
+
+    assert asyncio.run(main()) == exits.NEXT_ALLOCATION
+    assert looks == [1]
+    assert capsys.readouterr().out.splitlines() == [
+        "supervisor: run tiny, attempt 1, job 17: trainer t[1-2]; rollout r[1-2]; sandbox s1",
+        f"supervisor: time left: no limit; logs are in {RunPaths(tmp_path).logs(1)}",
+        "supervisor: node r2 of rollout failed: down: power; r3 in its place",
+        "supervisor: starting again: rollout on r3: lost",
+        "supervisor: attempt 1 ended: continue",
+    ]

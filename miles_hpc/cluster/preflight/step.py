@@ -47,6 +47,7 @@ class NodeSteps:
     hosts: tuple[str, ...]
     environ: Mapping[str, str]
     own_job: bool
+    partition: str = ""  # that a job of one's own names
 
 
 def plan_steps(
@@ -70,7 +71,8 @@ def plan_steps(
         return _inside(context, context.site, nodes, task, environ)
     mpi = f"--mpi={step_mpi(context.site, trains=False)}"
     command = (*_job_options(context, nodes, request or JobRequest()), mpi, *_STEP, *task)
-    return NodeSteps((command,), nodes, (), environ, own_job=True)
+    named = next((option.partition("=")[2] for option in command if option.startswith("--partition=")), "")
+    return NodeSteps((command,), nodes, (), environ, own_job=True, partition=named)
 
 
 #: Of every step: a task that fails must not end the others, and nobody reads stdin.
