@@ -290,7 +290,7 @@ class Starter(StepStarter):
     started: list[tuple[str, tuple[str, ...]]]
 
     def hosts(self, role: str) -> tuple[str, ...]:
-        return {"rollout": ("n1", "n2")}.get(role, ())
+        return {"trainer": ("n0",), "rollout": ("n1", "n2")}.get(role, ("n3",))
 
     def start(self, hosts: Mapping[str, Sequence[str]], incarnation: int) -> list[Step]:
         self.started += [(role, tuple(some)) for role, some in hosts.items()]

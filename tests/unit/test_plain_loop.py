@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -537,13 +537,17 @@ def test_a_spin_gives_the_core_away_unless_somebody_computes_on_it(
 ) -> None:
     """A peer on the same core gives it back soon; what computes takes its whole slice, again and again."""
     calls: list[float] = []
+    clock = itertools.count(step=5)  # microseconds, so that nobody else's work on this machine counts
+    away_us = 0
 
     def sched_yield() -> None:
+        nonlocal away_us
         calls.append(away_s)
-        time.sleep(away_s)
+        away_us += round(away_s * 1e6)
 
     monkeypatch.setattr(plain_loop.os, "sched_yield", sched_yield)
     loop = PlainLoop(spin_s=0.01)
+    loop.time = lambda: 1.0 + (next(clock) + away_us) * 1e-6  # type: ignore[method-assign]
     for _ in range(3):
         assert not loop.run_until(lambda: False, loop.time() + 0.011)
     assert len(calls) in yields
