@@ -218,19 +218,21 @@ def test_slurmctld_is_away(accounting: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.lifecycle
+@pytest.mark.timeout(420)
 def test_the_time_limit(beside: Beside) -> None:
     """Slurm looks every 30 s: a limit of a minute ends between 60 and 90 s, and is signalled early by as much."""
-    plain = beside.start("wait_for", arguments={"mark": str(beside.folder / "never")}, time="1")
+    # Two minutes, so that at least 30 s lie between signal and limit: a busy machine needs some to store a result.
+    plain = beside.start("wait_for", arguments={"mark": str(beside.folder / "never"), "seconds": 300.0}, time="2")
     stubborn = beside.start("stubborn", arguments={"seconds": 160.0}, time="1")
     again, mark = beside.start_waiting("again", time="1", start_again=True)
-    until(plain.done, f"the signal: {plain.status()}", 150.0)
-    status = plain.status()
-    assert (status.state, status.witness) == (JobState.TIMEOUT, "result")
-    assert "timed-out" in status.reason
     until(stubborn.done, f"the limit: {stubborn.status()}", 150.0)
     assert stubborn.state() is JobState.TIMEOUT
     assert stubborn.status().reason == "the time limit was reached"
     assert "ignored UncompletedJobError" in stubborn.stdout_path.read_text()
+    until(plain.done, f"the signal: {plain.status()}", 150.0)
+    status = plain.status()
+    assert (status.state, status.witness) == (JobState.TIMEOUT, "result")
+    assert "timed-out" in status.reason
     # One that asked for it goes back into the queue instead, under the same id.
     until(lambda: len(beside.begun(mark)) > 1, f"the second start: {again.status()}", 60.0)
     Path(f"{mark}.go").touch()
