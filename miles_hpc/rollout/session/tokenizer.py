@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,22 @@ class ChatTokenizer:
 
         Raises UserError when the template refuses the messages.
         """
-        rows = [{"role": m.role, "content": m.content} for m in messages]
+        return self.render_rows([{"role": m.role, "content": m.content} for m in messages], generate=generate)
+
+    def render_rows(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`render` for messages in OpenAI's shape, with descriptions of tools and further template variables."""
+        given = {**self._template_variables, **(variables or {}), "tools": list(tools) or None}
         try:
-            return self._template.render(messages=rows, add_generation_prompt=generate, **self._template_variables)
-        except jinja2.TemplateError as error:
-            roles = " ".join(m.role for m in messages)
+            return self._template.render(messages=list(rows), add_generation_prompt=generate, **given)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            roles = " ".join(str(row.get("role")) for row in rows)
             raise UserError(f"chat template of {self.folder} refuses messages [{roles}]: {error}") from error
 
     def plain(self, text: str) -> str:
