@@ -121,7 +121,7 @@ def folder_template(
     folder: Path, family: ChatFamily = CHAT_FAMILIES["default"]
 ) -> tuple[ChatTokenizer, HuggingFaceTemplate]:
     """A model folder's tokenizer, and what a session asks of it."""
-    tokenizer = ChatTokenizer(folder)
+    tokenizer = ChatTokenizer(folder, append_only=False)
     return tokenizer, HuggingFaceTemplate(tokenizer, family)
 
 

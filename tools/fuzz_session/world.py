@@ -201,7 +201,11 @@ class World:
         front = text[: len(text) - len(added)] if text.endswith(added) else None
         if front is None and added == opened + text:
             front = ""
-        if front is None or not shorter.endswith(front):
+        wrong_end = False
+        if front is not None and self.template.max_trim_tokens == 0:  # the template closes turns: once, not twice
+            closed = seen[keep - 1] in self.tokenizer.stop_ids
+            wrong_end = closed is any(i in self.tokenizer.stop_ids for i in self.tokenizer.encode(front))
+        if front is None or wrong_end or not shorter.endswith(front):
             raise Violation(f"suffix {text!r}: expected {added!r} behind the end of {shorter[-20:]!r}")
 
     # ------------------------------------------------------------------------------------------- the engine

@@ -70,18 +70,21 @@ class ChatFamily:
 
     `trims`: tokens, spelled out, that a model may sample to end its turn and that belong to the next turn.
     `variables`: template variables that keep it append-only. `appended`: roles that may follow an assistant turn.
+    `keeps_sampled`: what the model sampled stays in the prompt although the template, rendering all anew, would leave
+    a part of it out (an earlier turn's thinking) or put something in front.
     """
 
     trims: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     appended: tuple[str, ...] = _ROLES
+    keeps_sampled: bool = False
 
 
 #: By Miles' names. What models add after their end token (the newline of qwen*, nemotron, minimax) follows from the
 #: template itself.
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     "default": ChatFamily(),
-    "qwen3": ChatFamily(),
+    "qwen3": ChatFamily(keeps_sampled=True),
     "qwen35": ChatFamily(variables={"preserve_thinking": True}, appended=_NO_SYSTEM),
     "nemotron": ChatFamily(variables={"truncate_history_thinking": False}),
     "minimax": ChatFamily(appended=_NO_SYSTEM),
@@ -94,8 +97,8 @@ class HuggingFaceTemplate:
     """`SessionTemplate` over a model folder's tokenizer and chat template. Use from one thread at a time.
 
     `variables` are template variables of the run, beyond the family's. Spelled-out special tokens in what clients
-    send are removed: only the template opens and closes turns. Raises UserError when a token of the family's trims
-    isn't in the vocabulary.
+    send are removed: only the template opens and closes turns. The tokenizer may be one with `append_only` False, since
+    every suffix is checked. Raises UserError when a token of the family's trims isn't in the vocabulary.
     """
 
     def __init__(
@@ -132,13 +135,15 @@ class HuggingFaceTemplate:
         rows = [self._row(m) for m in appended]
         self._check_spoken(prefix, rows, cleaned)
         rendered = self._render([*prefix, *rows], cleaned, True)
-        if not rendered.startswith(base):
+        front, _, rest = base.partition(MARK)
+        front_now, _, rest_now = rendered.partition(MARK)
+        if not rest_now.startswith(rest) or (front_now != front and not self._family.keeps_sampled):
             roles = " ".join(str(m["role"]) for m in appended)
             raise BrokenInvariant(
                 f"chat template of {self._tokenizer.folder} renders an assistant turn differently once "
                 f"[{roles}] follow it: use a template that only appends, or a family whose variables make it so"
             )
-        text = self._closing(plain, base) + rendered[len(base) :]
+        text = self._closing(plain, base) + rest_now[len(rest) :]
         ids = self._tokenizer.encode(text)
         # Some tokenizers put a space in front of a text that starts with ordinary characters.
         if not text.startswith(self._tokenizer.special_tokens) and self._tokenizer.decode(ids) != text:

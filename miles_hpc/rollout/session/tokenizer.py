@@ -75,10 +75,11 @@ class ChatTokenizer:
 
     `vocab_size` counts ids including added tokens. `stop_ids` end an assistant turn. `pad_id` falls back to the
     first stop id. Raises UserError when a file is missing or the template can't be used: it must be append-only,
-    that is, adding messages must never change how earlier ones are rendered.
+    that is, adding messages must never change how earlier ones are rendered. `append_only` False leaves that check to
+    the caller.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, append_only: bool = True) -> None:
         self.folder = folder
         self._tokenizer = _load_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json", optional=True)
@@ -96,7 +97,8 @@ class ChatTokenizer:
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(settings)
         pad = self._tokenizer.token_to_id(self._template_variables["pad_token"] or "")
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
-        self._check_append_only()
+        if append_only:
+            self._check_append_only()
 
     # ------------------------------------------------------------------------------------------- text and tokens
 
