@@ -112,6 +112,15 @@ def test_what_was_recorded_before_the_end_can_still_be_had() -> None:
     assert len(session.samples()) == 1
 
 
+def test_another_sessions_prompt_is_refused() -> None:
+    one, other = linear(), linear()
+    prepared = one.prepare([U])
+    other.prepare([U])
+    with pytest.raises(BrokenInvariant, match="another session's"):
+        other.commit(prepared, generation([100, END]))
+    assert other.history.turns() == []
+
+
 def test_nothing_sampled_is_nothing_recorded() -> None:
     session = linear()
     commit = session.commit(session.prepare([U]), generation([], FinishReason.ABORT))

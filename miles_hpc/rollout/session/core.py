@@ -11,7 +11,7 @@ given up, or be reported twice. One thread at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class Prepared:
     tools: Tools
     drop: int  # of the attached turn's output tokens
     new_ids: Tokens  # int32 [n_new]: all that was tokenised for this prompt
+    session: Session = field(repr=False)
 
     @property
     def n_tokens(self) -> int:
@@ -108,6 +109,8 @@ class Session:
         and the reason is told, when the session is closed, nothing was sampled, or the linear history moved on.
         Raises BadGeneration when the generation contradicts itself or an earlier one for the same `prepared`.
         """
+        if prepared.session is not self:
+            raise BrokenInvariant(f"request {prepared.number} is another session's: commit it there")
         before = self._commits.get(prepared.number)
         if before is not None:
             if before.turn is not None and not np.array_equal(before.turn.output_ids, generation.output_ids):
@@ -167,7 +170,7 @@ class Session:
         self._next_request += 1
         own: list[Any] = copy_json(appended)
         own_tools: Tools = tools if parent is not None else copy_json(tools)
-        return Prepared(self._next_request - 1, attachment, own, own_tools, drop, np.asarray(ids, dtype=np.int32))
+        return Prepared(self._next_request - 1, attachment, own, own_tools, drop, np.asarray(ids, dtype=np.int32), self)
 
     def _record(
         self, prepared: Prepared, generation: Generation, message: Message | None, routed_experts: object
