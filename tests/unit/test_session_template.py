@@ -109,6 +109,7 @@ def test_only_families_with_trims_drop_tokens(styles: dict[str, Style]) -> None:
     assert {style: t.max_trim_tokens for style, (_, t) in styles.items()} == {
         "characters": 0,
         "chatml": 0,
+        "thinking": 0,
         "headers": 0,
         "openers": 1,
     }

@@ -63,7 +63,7 @@ def _rewrite(rng: Random, call: dict[str, Any]) -> None:
     arguments = json.loads(call["function"]["arguments"])
     shuffled = list(arguments.items())
     rng.shuffle(shuffled)
-    arguments = {k: float(v) if k == "n" and rng.random() < 0.5 else v for k, v in shuffled}
+    arguments = {k: float(v) if type(v) is int and rng.random() < 0.5 else v for k, v in shuffled}
     kind = rng.random()
     if kind < 0.4:
         call["function"]["arguments"] = json.dumps(arguments, indent=rng.choice((None, 2)), separators=(",", ":"))

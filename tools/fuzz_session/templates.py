@@ -1,10 +1,11 @@
-"""Tokenizers and chat templates to fuzz sessions with: three styles over a small byte-level BPE, and the built-in one.
+"""Tokenizers and chat templates to fuzz sessions with: four styles over a small byte-level BPE, and the built-in one.
 
 | style | ends an assistant turn | tools |
 |---|---|---|
 | `characters` | `<end>` | none; one token per character |
 | `chatml` | `<|im_end|>`, then a newline | listed in the system message; calls and results as tagged JSON, results in one user turn |
 | `headers` | `<|eot_id|>`; a turn of calls `<|eom_id|>` | results name the function of the call that they answer |
+| `thinking` | as `chatml`; shows an assistant's thoughts only after the last user message | as `chatml` |
 | `openers` | nothing: what opens the next turn is sampled | results behind a token of their own |
 """  # noqa: E501
 
@@ -45,6 +46,16 @@ _CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 
+_THINKING = (
+    "{%- set at = namespace(user=-1) -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set at.user = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    + _CHATML.replace(
+        "{%- if m.reasoning_content -%}{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' -}}",
+        "{%- if m.role == 'assistant' and loop.index0 > at.user and (loop.last or m.reasoning_content) -%}"
+        "{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' -}}",
+    )
+)
+
 _HEADERS = """\
 {{- bos_token -}}
 {%- set seen = namespace(names={}) -%}
@@ -83,7 +94,8 @@ _OPENERS = """\
 #: Style: (template, control tokens, the first of them end turns, family).
 STYLES: dict[str, tuple[str, tuple[str, ...], int, ChatFamily]] = {
     "characters": (CHARACTER_TEMPLATE, (), 0, CHAT_FAMILIES["default"]),
-    "chatml": (_CHATML, ("<|im_end|>", "<|endoftext|>", "<|im_start|>"), 1, CHAT_FAMILIES["qwen3"]),
+    "chatml": (_CHATML, ("<|im_end|>", "<|endoftext|>", "<|im_start|>"), 1, CHAT_FAMILIES["default"]),
+    "thinking": (_THINKING, ("<|im_end|>", "<|endoftext|>", "<|im_start|>"), 1, CHAT_FAMILIES["qwen3"]),
     "headers": (
         _HEADERS,
         ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),

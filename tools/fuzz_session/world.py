@@ -32,6 +32,7 @@ from tools.fuzz_session.bending import change, vary
 __all__ = ["Violation", "World"]
 
 _TOOLS = [{"type": "function", "function": {"name": "run", "description": "runs", "parameters": {"type": "object"}}}]
+_SAID = "said 0"
 
 
 class Violation(AssertionError):
@@ -192,7 +193,11 @@ class World:
         if prompt[:keep] != seen:
             keep -= self.template.max_trim_tokens
         _same("recorded tokens in the prompt", prompt[:keep], seen[:keep])
-        shorter, whole = self._render(items[: len(parent.items)], False), self._render(items, True)
+        # What was said last is replaced by a word of no meaning: only what stands behind it is compared.
+        said = items[len(parent.items) - 1].message | {"content": _SAID}
+        talk = [*items[: len(parent.items) - 1], Item(-1, said)]
+        shorter = self._render(talk, False).rpartition(_SAID)[2]
+        whole = self._render([*talk, *items[len(parent.items) :]], True).rpartition(_SAID)[2]
         if not whole.startswith(shorter):
             raise Violation(f"the fuzzer's template isn't append-only: {shorter!r}, {whole!r}")
         added, text = whole[len(shorter) :], self.tokenizer.decode(prompt[keep:])
