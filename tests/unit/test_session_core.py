@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,16 @@ def test_committing_twice_records_once() -> None:
         assert again is first and len(session.history.turns()) == 1
         with pytest.raises(BadGeneration, match="committed before, with other tokens"):
             session.commit(prepared, generation([101, END]))
+
+
+def test_replaced_turns_are_let_go() -> None:
+    session = linear()
+    _, first = play(session, [U], "A")
+    gone = weakref.ref(first)
+    del first, _
+    play(session, [U], "B")
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_linear_point_moves_and_siblings_do_not_mind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,26 @@ def test_templates_that_rewrite_history_are_refused(tmp_path: Path) -> None:
     shifting = rewriting(tmp_path / "shifting", _SHIFTING)
     with pytest.raises(BrokenInvariant):
         HuggingFaceTemplate(shifting, ChatFamily(keeps_sampled=True)).suffix(said("y", "assistant"), [said("x")], [])
+
+
+def test_tools_that_a_caller_edits_are_rendered_anew(styles: dict[str, Style]) -> None:
+    tokenizer, template = styles["chatml"]
+    tools: list[Any] = [{"function": {"name": "one"}}]
+    template.first([said("x")], tools)
+    tools[0]["function"]["name"] = "two"
+    assert "two" in tokenizer.decode(template.first([said("x")], tools))
+
+
+def test_an_end_of_a_turn_of_calls_that_nothing_tells_is_refused(tmp_path: Path) -> None:
+    template = CHATML.replace("'<|im_end|>' +", "('<|endoftext|>' if message.tool_calls else '<|im_end|>') +")
+    before = said("y", "assistant", tool_calls=CALLS)
+    tokenizer = chatml_tokenizer(tmp_path, template)
+    with pytest.raises(BrokenInvariant, match=r"ends a turn of tool calls with .*<\|endoftext\|>.*eos_token_id"):
+        HuggingFaceTemplate(tokenizer).suffix(before, [said("x", "tool")], [])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.encode("<|endoftext|>")}))
+    tokenizer = ChatTokenizer(tmp_path)
+    ids = HuggingFaceTemplate(tokenizer).suffix(before, [said("x", "tool")], [])
+    assert tokenizer.decode(ids).startswith("<|endoftext|>\n<|im_start|>tool\nx")
 
 
 def test_a_family_of_other_tokens_is_refused(styles: dict[str, Style]) -> None:

@@ -4,7 +4,7 @@
 |---|---|---|
 | `characters` | `<end>` | none; one token per character |
 | `chatml` | `<|im_end|>`, then a newline | listed in the system message; calls and results as tagged JSON, results in one user turn |
-| `headers` | `<|eot_id|>`; a turn of calls `<|eom_id|>` | results name the function of the call that they answer |
+| `headers` | `<|eot_id|>`; a turn of calls `<|eom_id|>` | a turn of calls shows nothing else; results name their call's function |
 | `thinking` | as `chatml`; shows an assistant's thoughts only after the last user message | as `chatml` |
 | `openers` | nothing: what opens the next turn is sampled | results behind a token of their own |
 """  # noqa: E501
@@ -65,7 +65,8 @@ _HEADERS = """\
 {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + seen.names[m.tool_call_id] + ': ' + m.content -}}
 {{- '<|eot_id|>' -}}
 {%- else -%}
-{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content -}}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' -}}
+{%- if not m.tool_calls -%}{{- m.content -}}{%- endif -%}
 {%- for call in m.tool_calls or [] -%}
 {%- set seen.names = dict(seen.names, **{call.id: call.function.name}) -%}
 {{- '<|python_tag|>' + {'name': call.function.name, 'parameters': call.function.arguments} | tojson -}}

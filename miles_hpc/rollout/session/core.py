@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -72,7 +73,8 @@ class Session:
         self.history = history
         self._template = template
         self._next_request = 0
-        self._commits: dict[int, Commit] = {}
+        # As long as somebody holds the prompt: a replaced turn isn't kept for answers that nobody can ask for.
+        self._commits: WeakKeyDictionary[Prepared, Commit] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------------------------------- a turn
 
@@ -111,7 +113,7 @@ class Session:
         """
         if prepared.session is not self:
             raise BrokenInvariant(f"request {prepared.number} is another session's: commit it there")
-        before = self._commits.get(prepared.number)
+        before = self._commits.get(prepared)
         if before is not None:
             if before.turn is not None and not np.array_equal(before.turn.output_ids, generation.output_ids):
                 raise BadGeneration(f"request {prepared.number} was committed before, with other tokens")
@@ -125,7 +127,7 @@ class Session:
         if len(generation.output_ids) == 0:
             return Commit(None, "nothing was sampled")
         commit = self._record(prepared, generation, message, routed_experts)
-        self._commits[prepared.number] = commit
+        self._commits[prepared] = commit
         return commit
 
     def close(self) -> None:

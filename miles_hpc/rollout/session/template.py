@@ -27,7 +27,7 @@ from miles_hpc.core.errors import UserError
 from miles_hpc.rollout.session.errors import BadHistory, BrokenInvariant
 from miles_hpc.rollout.session.matching import Message
 from miles_hpc.rollout.session.tokenizer import MARK, ChatTokenizer
-from miles_hpc.rollout.session.turn import Tokens, Tools
+from miles_hpc.rollout.session.turn import Tokens, Tools, copy_json
 
 __all__ = ["CHAT_FAMILIES", "ChatFamily", "HuggingFaceTemplate", "Junction", "SessionTemplate"]
 
@@ -135,8 +135,8 @@ class HuggingFaceTemplate:
         rows = [self._row(m) for m in appended]
         self._check_spoken(prefix, rows, cleaned)
         rendered = self._render([*prefix, *rows], cleaned, True)
-        front, _, rest = base.partition(MARK)
-        front_now, _, rest_now = rendered.partition(MARK)
+        front, rest = _parted(base)
+        front_now, rest_now = _parted(rendered) if front else ("", rendered)
         if not rest_now.startswith(rest) or (front_now != front and not self._family.keeps_sampled):
             roles = " ".join(str(m["role"]) for m in appended)
             raise BrokenInvariant(
@@ -170,9 +170,10 @@ class HuggingFaceTemplate:
     def _tools(self, tools: Tools) -> tuple[Tools, str]:
         """Cleaned, and [user, assistant] rendered with them. Sessions keep their tools, so the last are kept."""
         seen = self._tools_seen
-        if seen is None or (seen[0] is not tools and seen[0] != tools):
+        if seen is None or seen[0] != tools:
             cleaned = self._clean(tools)
-            seen = self._tools_seen = (tools, cleaned, self._render(_stand_ins(), cleaned, False))
+            # A copy, because a caller may edit its tools and send them again.
+            seen = self._tools_seen = (copy_json(tools), cleaned, self._render(_stand_ins(), cleaned, False))
         return seen[1], seen[2]
 
     def _render(self, rows: Sequence[Message], tools: Tools, generate: bool) -> str:
@@ -186,15 +187,14 @@ class HuggingFaceTemplate:
         closing = plain.partition(MARK)[2]
         if base.endswith(closing):
             return closing
-        # A turn of calls ends in another way (<|eom_id|> instead of <|eot_id|>): from the last stop token on.
-        stops = [self._tokenizer.decode([stop]) for stop in self._stops]
-        at = max((base.rfind(stop) for stop in stops), default=-1)
-        if at <= base.find(MARK):
-            raise BrokenInvariant(
-                f"chat template of {self._tokenizer.folder} ends a turn of tool calls with {base[-20:]!r}, "
-                "which has no end-of-turn token: name that token in generation_config.json (eos_token_id)"
-            )
-        return base[at:]
+        # A turn of calls ends in another way (<|eom_id|> instead of <|eot_id|>).
+        for stop in (self._tokenizer.decode([stop]) for stop in self._stops):
+            if base.rstrip().endswith(stop):
+                return base[base.rfind(stop) :]
+        raise BrokenInvariant(
+            f"chat template of {self._tokenizer.folder} ends a turn of tool calls with {base[-20:]!r}, which isn't "
+            "an end-of-turn token: name that token in generation_config.json (eos_token_id)"
+        )
 
     def _row(self, message: Message) -> dict[str, Any]:
         """A message as templates expect it: content as one text, tool arguments as an object, nothing spelled out."""
@@ -236,7 +236,9 @@ class HuggingFaceTemplate:
             role = row["role"]
             if role in self._spoken:
                 continue
-            if MARK not in self._render([*prefix, {**row, "content": MARK}], tools, True).partition(MARK)[2]:
+            probe = {key: value for key, value in row.items() if key != "tool_calls"} | {"content": MARK}
+            without, with_probe = (self._render(talk, tools, True) for talk in (prefix, [*prefix, probe]))
+            if with_probe.count(MARK) <= without.count(MARK):
                 raise BadHistory(
                     f"chat template of {self._tokenizer.folder} doesn't render messages of role '{role}' "
                     "after an assistant turn: send them under another role"
@@ -246,6 +248,12 @@ class HuggingFaceTemplate:
 
 def _stand_ins() -> list[dict[str, Any]]:
     return [{"role": "user", "content": "u"}, {"role": "assistant", "content": MARK}]
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """What stands before the stand-in's text and what after; all of it after when the template shows only its calls."""
+    front, mark, rest = text.partition(MARK)
+    return (front, rest) if mark else ("", text)
 
 
 def _one_text(message: Message) -> str:
