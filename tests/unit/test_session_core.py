@@ -14,7 +14,14 @@ import pytest
 
 from miles_hpc.core.types import FinishReason, SampleStatus, VersionSpan, WeightVersion
 from miles_hpc.rollout.session.core import Session
-from miles_hpc.rollout.session.errors import BadGeneration, BrokenInvariant, NoSample, SessionGone
+from miles_hpc.rollout.session.errors import (
+    BadGeneration,
+    BadHistory,
+    BrokenInvariant,
+    NoSample,
+    SessionError,
+    SessionGone,
+)
 from miles_hpc.rollout.session.history import LinearHistory, TreeHistory
 from miles_hpc.rollout.session.matching import load_matcher
 from miles_hpc.rollout.session.template import Junction
@@ -122,6 +129,27 @@ def test_what_was_recorded_before_the_end_can_still_be_had() -> None:
     session.close()
     assert session.commit(prepared, generation([100, END])) is first
     assert len(session.samples()) == 1
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_deep_nesting_is_the_clients_fault(tmp_path: Path) -> None:
+    _, template = style_template("chatml", tmp_path)
+    session = Session(template, TreeHistory(STRICT))
+    with pytest.raises(BadHistory, match="nested too deeply"):
+        session.prepare([said("u", name=nested(5000))])
+    with pytest.raises(BadHistory, match="nested too deeply"):
+        session.prepare([U], [{"function": nested(5000)}])
+    session.commit(session.prepare([U]), generation([4, 5]), A | {"tool_calls": nested(3)})
+    for sent in (A | {"tool_calls": nested(5000)}, A | {"content": nested(5000)}):
+        with pytest.raises(SessionError):
+            session.prepare([U, sent, T])
+    assert len(session.history.turns()) == 1
 
 
 def test_another_sessions_prompt_is_refused() -> None:

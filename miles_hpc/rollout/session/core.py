@@ -89,8 +89,11 @@ class Session:
         if tools is not None and not isinstance(tools, list | tuple):
             raise BadHistory(f"tools: expected a list, found {type(tools).__name__}")
         messages, tools = list(messages), list(tools or ())
-        attachment = self.history.attach(messages, tools)
-        return self._prepare(attachment, messages[attachment.n_matched :], tools)
+        try:
+            attachment = self.history.attach(messages, tools)
+            return self._prepare(attachment, messages[attachment.n_matched :], tools)
+        except RecursionError as error:  # JSON decoders allow more levels than Python functions that go through them
+            raise BadHistory("messages or tools are nested too deeply: send flatter ones") from error
 
     def prepare_after(self, turn: Turn, appended: Sequence[Message]) -> Prepared:
         """As `prepare` for a caller that knows which turn it goes on from: costs what is appended, nothing else."""
