@@ -17,6 +17,9 @@ _BUILTIN = {
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",
     "backend:fsdp": "miles_hpc.trainer.fsdp:FsdpBackend",
+    "matcher:strict": "miles_hpc.rollout.session.matching:strict",
+    "matcher:loose_tool_call": "miles_hpc.rollout.session.matching:loose_tool_call",
+    "matcher:role_content_only": "miles_hpc.rollout.session.matching:role_content_only",
 }
 
 

@@ -28,6 +28,7 @@ from miles_hpc.core.types import (
 )
 from miles_hpc.rollout.engine import Generation
 from miles_hpc.rollout.session.tokenizer import MARK, ChatTokenizer
+from miles_hpc.rollout.session.turn import check_generation
 
 __all__ = ["SessionRecord"]
 
@@ -97,15 +98,7 @@ class SessionRecord:
         """
         self._expect(True)
         ids, start = [int(i) for i in generation.output_ids], self.n_tokens
-        if len(ids) != len(generation.log_probs):
-            raise ProtocolError(f"engine returned {len(ids)} tokens but {len(generation.log_probs)} log-probs")
-        position = 0
-        for span in generation.versions:
-            if span.start != position or span.end <= span.start:
-                raise ProtocolError(f"version spans {generation.versions} don't cover {len(ids)} tokens in order")
-            position = span.end
-        if position != len(ids):
-            raise ProtocolError(f"version spans end at token {position} of {len(ids)}")
+        check_generation(generation)
         if generation.routed_experts is not None and ids:
             expected = start + len(ids) - 1 - self._n_rows
             if len(generation.routed_experts) != expected:

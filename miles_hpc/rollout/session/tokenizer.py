@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,11 @@ class ChatTokenizer:
 
     `vocab_size` counts ids including added tokens. `stop_ids` end an assistant turn. `pad_id` falls back to the
     first stop id. Raises UserError when a file is missing or the template can't be used: it must be append-only,
-    that is, adding messages must never change how earlier ones are rendered.
+    that is, adding messages must never change how earlier ones are rendered. `append_only` False leaves that check to
+    the caller.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, append_only: bool = True) -> None:
         self.folder = folder
         self._tokenizer = _load_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json", optional=True)
@@ -96,7 +97,8 @@ class ChatTokenizer:
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(settings)
         pad = self._tokenizer.token_to_id(self._template_variables["pad_token"] or "")
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
-        self._check_append_only()
+        if append_only:
+            self._check_append_only()
 
     # ------------------------------------------------------------------------------------------- text and tokens
 
@@ -115,11 +117,22 @@ class ChatTokenizer:
 
         Raises UserError when the template refuses the messages.
         """
-        rows = [{"role": m.role, "content": m.content} for m in messages]
+        return self.render_rows([{"role": m.role, "content": m.content} for m in messages], generate=generate)
+
+    def render_rows(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`render` for messages in OpenAI's shape, with descriptions of tools and further template variables."""
+        given = {**self._template_variables, **(variables or {}), "tools": list(tools) or None}
         try:
-            return self._template.render(messages=rows, add_generation_prompt=generate, **self._template_variables)
-        except jinja2.TemplateError as error:
-            roles = " ".join(m.role for m in messages)
+            return self._template.render(messages=list(rows), add_generation_prompt=generate, **given)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            roles = " ".join(str(row.get("role")) for row in rows)
             raise UserError(f"chat template of {self.folder} refuses messages [{roles}]: {error}") from error
 
     def plain(self, text: str) -> str:
