@@ -17,6 +17,15 @@ _BUILTIN = {
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",
     "backend:fsdp": "miles_hpc.trainer.fsdp:FsdpBackend",
+    "reward:dapo": "miles_hpc.rollout.reward.rules:dapo",
+    "reward:deepscaler": "miles_hpc.rollout.reward.rules:deepscaler",
+    "reward:deterministic_random": "miles_hpc.rollout.reward.rules:deterministic_random",
+    "reward:exact_match": "miles_hpc.rollout.reward.rules:exact_match",
+    "reward:f1": "miles_hpc.rollout.reward.rules:f1",
+    "reward:gemma_math": "miles_hpc.rollout.reward.rules:gemma_math",
+    "reward:gpqa": "miles_hpc.rollout.reward.rules:gpqa",
+    "reward:math": "miles_hpc.rollout.reward.rules:math",
+    "reward:random": "miles_hpc.rollout.reward.rules:random",
 }
 
 
