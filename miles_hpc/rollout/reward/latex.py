@@ -58,6 +58,8 @@ def tokenize(text: str) -> list[str]:
     if len(text) > MAX_TEXT:
         raise TooHard("long text")
     text = _plain(text).strip()
+    if len(text) > 2 * MAX_TEXT:  # one character can stand for many
+        raise TooHard("long text")
     found: list[str] = []
     at = depth = 0
     while at < len(text):
