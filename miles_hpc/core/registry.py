@@ -20,6 +20,15 @@ _BUILTIN = {
     "matcher:strict": "miles_hpc.rollout.session.matching:strict",
     "matcher:loose_tool_call": "miles_hpc.rollout.session.matching:loose_tool_call",
     "matcher:role_content_only": "miles_hpc.rollout.session.matching:role_content_only",
+    "reward:dapo": "miles_hpc.rollout.reward.rules:dapo",
+    "reward:deepscaler": "miles_hpc.rollout.reward.rules:deepscaler",
+    "reward:deterministic_random": "miles_hpc.rollout.reward.rules:deterministic_random",
+    "reward:exact_match": "miles_hpc.rollout.reward.rules:exact_match",
+    "reward:f1": "miles_hpc.rollout.reward.rules:f1",
+    "reward:gemma_math": "miles_hpc.rollout.reward.rules:gemma_math",
+    "reward:gpqa": "miles_hpc.rollout.reward.rules:gpqa",
+    "reward:math": "miles_hpc.rollout.reward.rules:math",
+    "reward:random": "miles_hpc.rollout.reward.rules:random",
 }
 
 
