@@ -32,14 +32,34 @@ class EventLog:
         self.process = process
         self.attempt = attempt
         self.term = term
+        self._lost = 0  # events, since the newest that was stored
+        self._torn = False  # whether the file ends within a line
         name = f"{process}.a{attempt:04d}.t{term:06d}.jsonl"
         self._fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Append one event; values must be JSON."""
+        """Append one event; values must be JSON.
+
+        Storage that refuses it (no space, over quota) ends nothing: the event is lost, and a note `events_lost` tells
+        how many were, once there is space.
+        """
+        if not self._append(kind, fields):
+            self._lost += 1
+        elif self._lost and self._append("note", {"name": "events_lost", "count": self._lost}):
+            self._lost = 0
+
+    def _append(self, kind: str, fields: dict[str, Any]) -> bool:
         place = {"attempt": self.attempt, "term": self.term, "process": self.process}
         line = {"t": round(time.time(), 4), **place, "kind": kind, **fields}
-        os.write(self._fd, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        if self._torn:
+            data = b"\n" + data  # so that only the line that was cut off doesn't parse
+        try:
+            written = os.write(self._fd, data)
+        except OSError:
+            return False
+        self._torn = written < len(data)
+        return not self._torn
 
     def metric(self, step: int, values: dict[str, float]) -> None:
         self.emit("metric", step=step, values=values)
