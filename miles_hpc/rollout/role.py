@@ -18,6 +18,7 @@ event loop; file writes go to a thread.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -53,7 +54,7 @@ from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.registry import resolve
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Buffer, Reply
-from miles_hpc.core.types import GroupPurpose
+from miles_hpc.core.types import GroupPurpose, GroupSummary
 from miles_hpc.rollout.engine import RolloutEngine
 from miles_hpc.rollout.environments.base import Environment, Sandboxes
 from miles_hpc.rollout.sampler import Bounds, EngineFailed, run_group
@@ -193,16 +194,7 @@ class RolloutHost:
         answer: Message
         try:
             played = await self._play(job)
-            summary = await asyncio.to_thread(
-                spool_group,
-                job,
-                played,
-                paths=self._paths,
-                term=self.term,
-                host=self.host,
-                duration_s=time.monotonic() - began,
-            )
-            answer = GroupDone(summary=summary)
+            answer = GroupDone(summary=await self._spool(job, played, time.monotonic() - began))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # whatever it was, the controller must hear that this group won't come
@@ -218,6 +210,26 @@ class RolloutHost:
                 "span", name="group", start=round(wall, 4), end=round(time.time(), 4), group=job.group_id, ok=ok
             )
         await self._send(lambda: answer)
+
+    async def _spool(self, job: GenerateGroup, played: Any, duration_s: float) -> GroupSummary:
+        """Spool the group. While storage refuses it, out of space or over quota, it waits: what was sampled is good."""
+        pause = _RETRY_FIRST_S
+        while True:
+            try:
+                return await asyncio.to_thread(
+                    spool_group,
+                    job,
+                    played,
+                    paths=self._paths,
+                    term=self.term,
+                    host=self.host,
+                    duration_s=duration_s,
+                )
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _RETRY_LAST_S)
 
     async def _play(self, job: GenerateGroup) -> Any:
         for attempt in range(_LOCAL_ATTEMPTS):

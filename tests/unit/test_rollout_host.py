@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from miles_hpc.core.messages import (
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.transport import Reply
 from miles_hpc.core.types import SampleStatus, WeightVersion
+from miles_hpc.rollout import role
 from miles_hpc.rollout.role import RolloutHost
 from miles_hpc.rollout.sandbox import LocalSandboxes
 from miles_hpc.rollout.sandbox_host import SandboxHost
 from miles_hpc.rollout.session.tokenizer import ChatTokenizer, shape_of
-from miles_hpc.rollout.spool import read_payload
+from miles_hpc.rollout.spool import read_payload, spool_group
 from tests.fakes.rollout import group, model_folder, tiny_run
 from tests.fakes.solver_engine import SolverEngine
 
@@ -111,6 +113,28 @@ def test_group_is_played_and_spooled(tmp_path: Path) -> None:
         while s.host.groups_in_flight:
             await asyncio.sleep(0.01)
         assert s.host.slots.used == 0
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, GroupDone), (errno.EIO, GroupFailed)])
+def test_a_group_waits_for_space_and_fails_with_broken_storage(
+    number: int, kind: type[Message], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [number, number]
+
+    def spool(*args: Any, **named: Any) -> Any:
+        if refusals:
+            raise OSError(refusals.pop(), "refused")
+        return spool_group(*args, **named)
+
+    monkeypatch.setattr(role, "spool_group", spool)
+
+    async def scene(s: Stage) -> None:
+        await s.host.add_engine(SolverEngine("e0", s.tokenizer, slots=2))
+        await s.host.handle(group(7, n_samples=2))
+        await s.controller.wait(kind)
+        assert len(s.controller.of(GroupDone)) + len(s.controller.of(GroupFailed)) == 1
 
     play(tmp_path, scene)
 
