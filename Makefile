@@ -9,7 +9,7 @@ BOX_ROOT ?= /tmp/miles-box-$(shell id -u)
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-hosts test-lifecycle test-fast lint types bench box-up box-down clean
+.PHONY: help setup demo test test-hosts test-lifecycle test-fast explore lint types bench box-up box-down clean
 
 help: ## show this list
 	@echo "miles_hpc: RL post-training of language models as Slurm batch jobs"
@@ -33,6 +33,9 @@ test-lifecycle: setup ## whole runs that a cluster interrupts: preempted, cancel
 
 test-fast: setup ## only the tests without Slurm, MPI and long runs
 	@$(PY) -m pytest -q -m "not gpu and not slurm and not mpi and not slow"
+
+explore: setup ## property tests with new random examples, twenty times as many
+	@MILES_HPC_EXPLORE=20 $(PY) -m pytest -q -m "hypothesis and not gpu" tests
 
 lint: ## ruff and shellcheck
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && shellcheck tools/setup.sh .ci/run

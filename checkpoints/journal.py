@@ -243,9 +243,9 @@ class JournalWriter:
                 why = "it is closed" if self._fd < 0 else "an earlier append failed and could not be taken back"
                 raise OSError(f"journal {self._path}: {why}")
             try:
-                written = os.write(self._fd, frame)
-                if written != len(frame):
-                    raise OSError(f"journal {self._path}: {written} of {len(frame)} bytes written")
+                left = memoryview(frame)
+                while left:  # a full file system takes a part, and says why with the next write
+                    left = left[os.write(self._fd, left) :]
                 os.fsync(self._fd)
             except OSError:
                 self._broken = True

@@ -7,8 +7,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.exploring import FACTOR, examples
+
 # A loaded machine, or the very first run of a fresh clone (hypothesis makes its table of characters then), is no fault.
-settings.register_profile("miles_hpc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "miles_hpc",
+    max_examples=examples(100),
+    derandomize=FACTOR == 0,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
 settings.load_profile("miles_hpc")
 
 

@@ -142,7 +142,10 @@ class Dispatcher:
             for record in records:
                 if isinstance(record, GroupDropped | GroupSetAside):
                     self._events.verdict("dropped", group_id=record.group_id, reason=record.reason)
-            await self._journal.append(*records)
+            if records:
+                await self._journal.append(*records)
+            else:  # told again, it may be, while its record still waits for room
+                await self._journal.flush()
             self._owned.set()
         self._wake.set()
 

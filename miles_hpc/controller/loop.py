@@ -29,7 +29,7 @@ from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
 from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.dispatch import Dispatcher
-from miles_hpc.controller.durable import DurableJournal
+from miles_hpc.controller.durable import NO_SPACE, DurableJournal
 from miles_hpc.controller.engines import EngineFleet, Probe
 from miles_hpc.controller.measure import batch_metrics, eval_summary, sync_metrics
 from miles_hpc.controller.members import TRAINER_RANK0, Members
@@ -122,7 +122,15 @@ class TermLoop:
         self._step = plan.step
         self._last_step = run.sft.steps + run.rollout.n_steps
         self._evaluations = plan.evaluations
-        self._journal = DurableJournal(journal, fence=lambda: check_newest(paths, self._term, self._attempt))
+        self._journal = DurableJournal(
+            journal,
+            fence=lambda: check_newest(paths, self._term, self._attempt),
+            patient=self._may_wait_for_room,
+            patience_s=run.control.step_deadline_s,
+            on_full=lambda error: events.verdict("storage_full", peer="journal", evidence=str(error)),
+            on_room=lambda waited_s: events.note("storage_has_room", waited_s=round(waited_s, 1)),
+            on_refused=self._on_refused,
+        )
         self._members = Members(
             run,
             site,
@@ -183,14 +191,13 @@ class TermLoop:
         over = False
         try:
             await asyncio.wait({main, self._broken}, return_when=asyncio.FIRST_COMPLETED)
-            if not main.done():
-                self._broken.result()
-            try:
-                main.result()
-                over = True
-            except AllocationEnds:
-                over = True
-                raise
+            # What a refused record means was decided when it was refused, whoever waited for it.
+            refused = self._broken.done() and main.done() and isinstance(main.exception(), OSError)
+            (main if main.done() and not refused else self._broken).result()
+            over = True
+        except AllocationEnds:
+            over = True
+            raise
         finally:
             self._closing = True
             main.cancel()
@@ -489,6 +496,21 @@ class TermLoop:
         await self._dispatch.drain(_DRAIN_S)
         await self._save(wait=True)
         raise AllocationEnds(f"allocation {self._attempt} ends: saved step {self._step} of {self._last_step}")
+
+    def _may_wait_for_room(self) -> bool:
+        """Whether the allocation lasts long enough to wait until a full file system has room."""
+        remaining = self._remaining_s()
+        return not self._ending.is_set() and (remaining is None or remaining > _END_MARGIN_S + _DRAIN_S)
+
+    def _on_refused(self, error: OSError) -> None:
+        """The journal has a gap: what memory says from here on isn't on record, so the term ends with what is."""
+        if self._broken.done():
+            return
+        if error.errno in NO_SPACE and not self._may_wait_for_room():
+            kept = f"step {self._checkpoints.newest_step} is the newest saved"
+            self._broken.set_exception(AllocationEnds(f"the allocation ends on a full file system, {kept}: {error}"))
+        else:
+            self._broken.set_exception(error)
 
     async def _or_ending(self, awaitable: Coroutine[Any, Any, T]) -> T:
         """Await it, but look after the allocation meanwhile."""

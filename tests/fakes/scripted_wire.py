@@ -202,9 +202,13 @@ class Party(Face):
 
     def serve(self, incoming: Incoming) -> None:
         incoming.stop = lambda: self.stopped.append(incoming)
-        incoming.more = lambda: self.told_more.add(id(incoming))
+        incoming.more = lambda: self._go_on(incoming)
         self.incoming.append(incoming)
         self.seen.append(incoming)
+
+    def _go_on(self, incoming: Incoming) -> None:
+        if self.conversation.ready_for_item(incoming):  # else a sender would look, and wait on
+            self.told_more.add(id(incoming))
 
     def ended(self) -> None:
         self.times_ended += 1

@@ -23,6 +23,7 @@ from miles_hpc.control.auth import (
 )
 from miles_hpc.core.errors import AuthenticationError, FencedError, MilesError, PeerLost, UserError
 from miles_hpc.core.transport import Credentials, PeerIdentity
+from tests.exploring import examples
 
 SECRET = bytes(range(32))
 
@@ -291,7 +292,6 @@ def test_man_in_the_middle_cannot_join_two_honest_sides_with_changed_identities(
         acceptor.welcome(proof[:32] + raised)
 
 
-@settings(deadline=None)
 @given(step=st.integers(0, 3), position=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_any_flipped_byte_of_the_handshake_is_refused(step: int, position: int, flip: int) -> None:
     def change(number: int, message: bytes) -> bytes:
@@ -311,7 +311,7 @@ def test_any_flipped_byte_of_the_handshake_is_refused(step: int, position: int, 
         dialer.finish(change(3, welcome))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=MAX_HANDSHAKE_BYTES), st.binary(max_size=MAX_HANDSHAKE_BYTES))
 def test_garbage_is_refused_and_nothing_else_happens(first: bytes, second: bytes) -> None:
     acceptor = Acceptor(credentials())

@@ -13,6 +13,7 @@ from miles_hpc.core.errors import ProtocolError, UserError
 from miles_hpc.core.types import GroupPurpose, SampleStatus, WeightVersion
 from miles_hpc.dataflow.buffer import GroupBuffer, GroupState, owned_record, summary_of
 from miles_hpc.dataflow.filters import ABORTED, STALE, ZERO_STD, reward_nonzero_std
+from tests.exploring import examples
 from tests.unit.groups import summary
 
 TERM = 3
@@ -185,9 +186,9 @@ class LifeWithoutRollback(Life):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestLife.settings = settings(max_examples=examples(40), stateful_step_count=60)
 TestLifeWithoutRollback = LifeWithoutRollback.TestCase
-TestLifeWithoutRollback.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestLifeWithoutRollback.settings = settings(max_examples=examples(40), stateful_step_count=60)
 
 
 @pytest.mark.parametrize("cap", [0, 1, 2, 4])

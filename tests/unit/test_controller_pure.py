@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints.journal import BatchFormed, GroupDropped, JournalWriter, StepDone, TermStarted, read_journals
+from checkpoints.journal import (
+    BatchFormed,
+    GroupDropped,
+    GroupOwned,
+    JournalWriter,
+    Record,
+    StepDone,
+    TermStarted,
+    read_journals,
+)
 from checkpoints.manifest import (
     Counters,
     FileEntry,
@@ -22,6 +34,8 @@ from checkpoints.manifest import (
     started_after,
 )
 from miles_hpc.control.terms import check_newest, claim_attempt, claim_term
+from miles_hpc.controller import durable
+from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.measure import eval_summary
 from miles_hpc.controller.recovery import choose_checkpoint, plan_start
@@ -37,7 +51,7 @@ from miles_hpc.core.types import (
     TrajectorySummary,
     WeightVersion,
 )
-from miles_hpc.dataflow.buffer import owned_record
+from miles_hpc.dataflow.buffer import GroupBuffer, owned_record
 
 
 def _summary(group_id: int, version: WeightVersion, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
@@ -177,6 +191,96 @@ def test_a_fenced_controller_records_and_acknowledges_nothing_more(tmp_path: Pat
 
     asyncio.run(scenario())
     assert [r.group_id for r in read_journals(paths.journal)[term].records() if isinstance(r, GroupDropped)] == [1]
+
+
+class FullStorage:
+    """A journal whose file system has no room for the first n appends."""
+
+    def __init__(self, writer: JournalWriter, n_refused: int, number: int = errno.ENOSPC) -> None:
+        self._writer, self._left, self._number = writer, n_refused, number
+
+    @property
+    def offset(self) -> int:
+        return self._writer.offset
+
+    def append(self, *records: Record) -> int:
+        if self._left:
+            self._left -= 1
+            raise OSError(self._number, os.strerror(self._number))
+        return self._writer.append(*records)
+
+
+def _on_full_storage(tmp_path: Path, n_refused: int, number: int = errno.ENOSPC, *, patient: bool = True) -> list[str]:
+    """What happened, in order, to three groups handed in one after the other while storage is full."""
+    told: list[str] = []
+
+    async def hand_in(journal: DurableJournal, group_id: int) -> None:
+        try:
+            await journal.append(GroupDropped(group_id=group_id, reason="x"))
+            told.append(f"durable {group_id}")
+        except OSError as error:
+            told.append(f"refused {group_id}: {error.strerror}")
+
+    async def scenario() -> None:
+        with JournalWriter.create(tmp_path, TermStarted(term=1, attempt=1)) as writer:
+            journal = DurableJournal(
+                FullStorage(writer, n_refused, number),  # type: ignore[arg-type]
+                fence=lambda: None,
+                patient=lambda: patient,
+                patience_s=60.0,
+                on_full=lambda error: told.append(f"full: {error.strerror}"),
+                on_room=lambda _: told.append("room"),
+                on_refused=lambda _: told.append("refused"),
+            )
+            await asyncio.gather(*(hand_in(journal, i) for i in range(2)))
+            await hand_in(journal, 2)
+
+    with mock.patch.object(durable, "_LOOK_AGAIN_S", 0.001):
+        asyncio.run(scenario())
+    return told
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_records_wait_for_room_and_keep_their_order(tmp_path: Path, number: int) -> None:
+    told = _on_full_storage(tmp_path, 3, number)
+    assert told == [f"full: {os.strerror(number)}", "room", "durable 0", "durable 1", "durable 2"]
+    assert [r.group_id for r in read_journals(tmp_path)[1].records() if isinstance(r, GroupDropped)] == [0, 1, 2]
+
+
+def test_a_group_told_again_is_acknowledged_when_its_record_is_durable(tmp_path: Path) -> None:
+    version = WeightVersion(1, 0)
+    buffer = GroupBuffer(batch_groups=1, max_admitted=1, max_staleness=1, max_attempts=1)
+    buffer.admit(7)
+    buffer.start(7, "node-1")
+    durable_when_acknowledged: list[int] = []
+
+    async def scenario() -> None:
+        with JournalWriter.create(tmp_path, TermStarted(term=1, attempt=1)) as writer:
+            storage = FullStorage(writer, 3)
+            journal = DurableJournal(storage, fence=lambda: None, patient=lambda: True, patience_s=60.0)  # type: ignore[arg-type]
+            dispatch = Dispatcher(*(mock.MagicMock() for _ in range(3)), buffer, mock.MagicMock(), journal, mock.Mock())
+
+            async def announce(delay_s: float) -> None:
+                await asyncio.sleep(delay_s)
+                await dispatch.group_done(mock.Mock(), _summary(7, version))
+                durable_when_acknowledged.append(
+                    sum(isinstance(r, GroupOwned) for r in read_journals(tmp_path)[1].records())
+                )
+
+            await asyncio.gather(announce(0.0), announce(0.01))
+
+    with mock.patch.object(durable, "_LOOK_AGAIN_S", 0.02):
+        asyncio.run(scenario())
+    assert durable_when_acknowledged == [1, 1]
+
+
+@pytest.mark.parametrize(("number", "patient"), [(errno.ENOSPC, False), (errno.EIO, True)])
+def test_nothing_is_recorded_behind_what_was_refused(tmp_path: Path, number: int, patient: bool) -> None:
+    told = _on_full_storage(tmp_path, 1, number, patient=patient)
+    seen = os.strerror(number)
+    full = [f"full: {seen}"] if number == errno.ENOSPC else []
+    assert told == [*full, "refused", *(f"refused {i}: {seen}" for i in range(3))]
+    assert not [r for r in read_journals(tmp_path)[1].records() if isinstance(r, GroupDropped)]
 
 
 def _checkpoint(root: Path, step: int) -> Path:

@@ -16,6 +16,7 @@ from miles_hpc.cluster.render import bash_quote, render_job
 from miles_hpc.cluster.site import template_folders
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
+from tests.exploring import examples
 from tests.unit.runs import make_run, make_site
 
 #: Values that some way of writing a script loses or runs.
@@ -65,7 +66,7 @@ def test_nasty_values_arrive(tmp_path: Path) -> None:
     assert exported(NASTY, tmp_path) == NASTY
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.dictionaries(
         st.from_regex(r"X_[A-Za-z0-9_]{0,8}", fullmatch=True),

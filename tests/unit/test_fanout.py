@@ -33,6 +33,7 @@ from miles_hpc.core.messages import (
 )
 from miles_hpc.core.transport import Endpoint, Reply
 from miles_hpc.core.types import SamplingParams
+from tests.exploring import examples
 from tests.fakes.fleet import FATES, Peer, credentials, fleet
 from tests.fakes.virtual_time import run_virtually
 
@@ -361,7 +362,7 @@ async def everybody_else_ran_it(lost: list[Peer], peers: list[Peer]) -> None:
         await asyncio.sleep(0.001)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     n=st.integers(1, 60),
     arity=st.integers(2, 9),
@@ -411,7 +412,7 @@ def test_a_connection_that_ends_under_a_command_is_made_anew() -> None:
     run(main)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(n=st.integers(1, 40), arity=st.integers(2, 5), mute=st.sets(st.integers(0, 39), max_size=3))
 def test_random_silence(n: int, arity: int, mute: set[int]) -> None:
     """A stopped process is waited for until it is declared lost, but what is behind it isn't."""

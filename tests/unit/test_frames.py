@@ -23,6 +23,7 @@ from miles_hpc.control.frames import (
     read_head,
 )
 from miles_hpc.core.errors import AuthenticationError, ProtocolError
+from tests.exploring import examples
 
 KEY = b"k" * 32
 KINDS = [kind for kind in Frame if kind <= MAX_KIND]
@@ -104,7 +105,7 @@ def test_both_layouts_around_the_limit(n: int) -> None:
             opened(opener(), bytes(changed))
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(frame=frames, position=st.integers(0, 20_000), flip=st.integers(1, 255))
 def test_any_flipped_byte_is_refused(frame: Item, position: int, flip: int) -> None:
     data = bytearray(sealed(sealer(), *frame))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from miles_hpc.control.agent import Agent, AgentApp, AgentIdentity
@@ -27,6 +27,7 @@ from miles_hpc.core.messages import Ack, Message
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+from tests.exploring import examples
 from tests.fakes.virtual_time import run_virtually
 from tests.unit.runs import make_run, make_site
 
@@ -253,7 +254,7 @@ def play(schedule: list[tuple[float, str]]) -> World:
     return world
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120))
 @given(
     st.lists(
         st.tuples(st.sampled_from([0.0, 0.05, 0.7, 4.0, 11.0, 45.0]), st.sampled_from(EVENTS)),

@@ -1,5 +1,6 @@
 """Journal: what was appended is read; a torn end is cut; damage before the end is refused."""
 
+import errno
 import os
 import threading
 import zlib
@@ -153,9 +154,16 @@ def test_a_failed_append_is_taken_back(tmp_path: Path, monkeypatch: pytest.Monke
     writer = JournalWriter.create(tmp_path, STARTED)
     good = writer.append(StepDone(step=1, version=(1, 1)))
     real_write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:7]))  # storage took seven bytes
-    with pytest.raises(OSError, match="7 of"):
+
+    def seven_bytes_left(fd: int, data: memoryview) -> int:
+        if fd == writer._fd and os.fstat(fd).st_size > good:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(fd, data[:7])
+
+    monkeypatch.setattr(os, "write", seven_bytes_left)
+    with pytest.raises(OSError) as refusal:
         writer.append(StepDone(step=2, version=(1, 2)))
+    assert refusal.value.errno == errno.ENOSPC
     monkeypatch.undo()
     assert writer.offset == good == writer.path.stat().st_size
     writer.append(StepDone(step=3, version=(1, 3)))

@@ -25,6 +25,7 @@ from checkpoints.journal import (
 )
 from checkpoints.lineage import account, collectable_payloads, final_lineage, fork_steps, reusable_groups
 from checkpoints.manifest import Counters, JournalPosition, LineageSegment, Manifest, extend_lineage, started_after
+from tests.exploring import examples
 
 
 @dataclass
@@ -176,7 +177,7 @@ def play(history: History, names: list[str], data: st.DataObject) -> None:
                 old.append(BatchFormed(step=99, group_ids=(0,), staleness=(0,)), GroupDropped(group_id=0, reason="z"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(names=actions, data=st.data())
 def test_journals_lead_back_to_the_saved_state(names: list[str], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +212,7 @@ def test_journals_lead_back_to_the_saved_state(names: list[str], data: st.DataOb
     assert manifest.lineage == truth.lineage
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(names=actions, data=st.data(), fault=st.sampled_from(["lose", "twice", "still pending", "dropped too"]))
 def test_faults_are_found(names: list[str], data: st.DataObject, fault: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from miles_hpc.core.errors import IntegrityError
 from miles_hpc.precision.audit import compare_log_probs
+from tests.exploring import examples
 
 torch = pytest.importorskip("torch")
 
@@ -104,7 +105,7 @@ def test_value_and_gradient_of_grpo(s, seed):
     st.sampled_from(CASES),
     st.integers(1, 50),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_grpo_values_also_at_extremes(rows, s, total):
     own, engine, ref, advantages, entropies = (
         (np.array(c, np.float64) for c in zip(*rows, strict=True)) if rows else (np.zeros(0),) * 5

@@ -21,6 +21,7 @@ from tests.conformance.training_task import (
     pack,
     write_payload,
 )
+from tests.exploring import examples
 
 torch = pytest.importorskip("torch")
 
@@ -50,7 +51,7 @@ def change_trajectory(root, item, **fields):
 
 
 @given(seed=st.integers(0, 10**6), longest=st.integers(4, 30), n_groups=st.integers(1, 4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_every_loss_token_is_predicted_from_the_token_before_it(tmp_path_factory, seed, longest, n_groups):
     root = tmp_path_factory.mktemp("run")
     items = make_items(root, seed=seed, longest=longest, n_groups=n_groups)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from miles_hpc.control.roster import Lost, Rejoined, Roster, Superseded
 from miles_hpc.core.errors import FencedError
 from miles_hpc.core.transport import PeerIdentity
+from tests.exploring import examples
 
 
 def identity(name: str, incarnation: int = 0, *, term: int = 1, role: str = "rollout", pid: int = 1) -> PeerIdentity:
@@ -150,4 +151,4 @@ class RosterMachine(RuleBasedStateMachine):
 
 
 TestRosterMachine = RosterMachine.TestCase
-TestRosterMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRosterMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)

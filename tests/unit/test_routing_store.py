@@ -19,6 +19,7 @@ from miles_hpc.core.types import RoutedExpertsRef, WeightVersion
 from miles_hpc.routing import codec, layout
 from miles_hpc.routing.layout import ArrayLayout, array_key, experts_dtype, inodes, plan_collection, store_name
 from miles_hpc.routing.store import RoutedExpertsStore, collect, write_group
+from tests.exploring import examples
 
 VERSION = WeightVersion(2, 12)
 
@@ -40,7 +41,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 counter = iter(range(10**9))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), dtype=st.sampled_from([np.uint8, np.uint16]))
 def test_trajectories_read_back_and_zarr_agrees(scratch: Path, data: st.DataObject, dtype: type) -> None:
     layers, top_k = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from miles_hpc.core.types import WeightVersion
 from miles_hpc.rollout.routing import NoRoute, Route, SessionRouter
+from tests.exploring import examples
 from tests.fakes.radix_engine import RadixEngine
 
 V1 = WeightVersion(1, 1)
@@ -134,7 +135,7 @@ class Histories(RuleBasedStateMachine):
         assert self.router.engines() == expected
 
 
-Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+Histories.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=50)
 TestHistories = Histories.TestCase
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from miles_hpc.cli.story import RunStory, role_of
 from miles_hpc.cli.story_reducer import StoryReducer, reduce_events
 from miles_hpc.cli.wording import HostNames, duration, quantity
+from tests.exploring import examples
 from tests.fakes import make_events
 
 
@@ -189,7 +190,7 @@ _EVENT = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(st.lists(_EVENT, max_size=12), st.randoms(use_true_random=False))
 def test_nothing_that_is_json_breaks_it(events: list[dict[str, Any]], rng: random.Random) -> None:
     found = reduce_events(events)

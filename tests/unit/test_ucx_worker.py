@@ -15,6 +15,7 @@ from miles_hpc.control import ucx_worker
 from miles_hpc.control.plain_loop import PlainLoop
 from miles_hpc.control.ucx_api import Path
 from miles_hpc.control.ucx_worker import News, SharedPath, UcxWorker, agree_on_path
+from tests.exploring import examples
 
 PEER, OTHER = b"peer's worker", b"another worker"
 
@@ -145,7 +146,7 @@ class End:
             self.shared = None
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(
     st.lists(
         st.one_of(

@@ -21,6 +21,7 @@ from miles_hpc.cli.watch_view import sparkline
 from miles_hpc.cluster.job_state import JobVerdict
 from miles_hpc.cluster.slurm_states import JobState
 from miles_hpc.core.errors import UserError
+from tests.exploring import examples
 from tests.fakes import make_events
 
 WAITS = JobVerdict(5, JobState.QUEUED, "Resources: it waits for nodes")
@@ -54,7 +55,7 @@ def test_tail_reads_each_line_once_and_waits_for_its_end(tmp_path: Path) -> None
     assert [e["t"] for e in tail.read()] == [5]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 400), max_size=20), st.integers(1, 30))
 def test_tail_gives_all_lines_however_they_arrive(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], n: int
