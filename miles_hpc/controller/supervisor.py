@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
 import sys
 import time
 from collections import defaultdict
@@ -34,20 +32,17 @@ from miles_hpc.cluster.chain import record_outcome
 from miles_hpc.cluster.nodelist import compress
 from miles_hpc.cluster.site import role_python
 from miles_hpc.control.children import ChildProcess
-from miles_hpc.control.membership import find_controller, overtaken
-from miles_hpc.control.multihomed import connect_any
-from miles_hpc.control.opening import open_transport
+from miles_hpc.controller.in_touch import stay_in_touch
 from miles_hpc.controller.steps import Step, StepStarter
 from miles_hpc.core import exits
-from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, ProtocolError
-from miles_hpc.core.messages import Ack, Heartbeat, Message, RestartHost, RestartRole, Shutdown
+from miles_hpc.core.errors import FencedError, MilesError, ProtocolError
+from miles_hpc.core.messages import Ack, Message, RestartHost, RestartRole, Shutdown
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, PeerIdentity
+from miles_hpc.core.transport import Endpoint, HandlerResult
 from miles_hpc.core.walltime import format_time
 
 __all__ = ["Supervisor"]
 
-_CONNECT_S = 5.0
 _END_GRACE_S = 10.0
 _RESTART_PAUSE_S = 0.5
 _SHUTDOWN_S = 5.0
@@ -164,7 +159,11 @@ class Supervisor:
         assert self._failed is not None
         while True:
             self._controller = self._start_controller()
-            link = asyncio.create_task(self._stay_in_touch(self._controller))
+            link = asyncio.create_task(
+                stay_in_touch(
+                    self._run, self._paths, self._attempt, self._secret, self._controller, self._handle, self._silent
+                )
+            )
             ended = asyncio.create_task(self._controller.wait())
             ends: set[asyncio.Future[Any]] = {ended, self._failed}
             await asyncio.wait({*ends, link}, return_when=asyncio.FIRST_COMPLETED)
@@ -199,51 +198,9 @@ class Supervisor:
             command += ["--end-time", str(self._end_time)]
         return ChildProcess("controller", command, log=self._paths.logs(self._attempt) / "controller.log")
 
-    async def _stay_in_touch(self, controller: ChildProcess) -> None:
-        """Be a member of the controller's roster: it tells which host or role to restart."""
-        term = 0
-        answered: float | None = None  # None: not in touch, or it hung up, which only a living process does
-        while controller.exit_code is None:
-            try:
-                found = find_controller(self._paths, self._attempt)
-                if found is None or found.term < term:
-                    await asyncio.sleep(0.1)
-                    continue
-                term = found.term
-                identity = PeerIdentity(
-                    role="supervisor",
-                    name="supervisor",
-                    host=socket.gethostname(),
-                    pid=os.getpid(),
-                    attempt=self._attempt,
-                    term=term,
-                )
-                transport = open_transport(self._run.control.transport, Credentials(self._secret, identity))
-                endpoint = await connect_any(
-                    transport, found.addresses, self._handle, deadline_s=_CONNECT_S, name=found.name
-                )
-                try:
-                    while not endpoint.closed.is_set():
-                        await endpoint.call(Heartbeat(), deadline_s=self._run.control.lost_after_s)
-                        answered = time.monotonic()
-                        await asyncio.sleep(self._run.control.heartbeat_interval_s)
-                finally:
-                    await endpoint.close("supervisor left")
-            except FencedError:
-                if not overtaken(self._paths, self._attempt, term):
-                    raise
-            except DeadlineExpired as error:
-                silent_s = 0.0 if answered is None else time.monotonic() - answered
-                if silent_s > self._run.control.lease_s:  # agents have given up as well: nothing is lost with it
-                    evidence = f"no answer for {silent_s:.1f} s: {error}"
-                    self._say(f"the controller is silent, {evidence}: ending it")
-                    self._events.verdict("silent", peer="controller", evidence=evidence)
-                    controller.kill()
-                    return
-                await asyncio.sleep(0.2)
-            except MilesError:
-                answered = None
-                await asyncio.sleep(0.2)
+    def _silent(self, evidence: str) -> None:
+        self._say(f"the controller is silent, {evidence}: ending it")
+        self._events.verdict("silent", peer="controller", evidence=evidence)
 
     async def _handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
         if self._ending or isinstance(message, Shutdown):
