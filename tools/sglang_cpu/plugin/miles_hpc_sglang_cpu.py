@@ -1,9 +1,9 @@
 """SGLang on a machine without a GPU: modules that only a GPU has become importable, and host memory isn't registered.
 
 SGLang imports kernel packages whose wheels need CUDA even where `--device cpu` never calls them. A stand-in gives
-names, so that imports pass, and raises as soon as one is called: what passes here is API and control flow, and no kernel
-is replaced by something of ours. `install_stand_ins` runs at interpreter start (a .pth line in site-packages), `activate`
-in SGLang's own processes (its entry-point group `sglang.srt.plugins`).
+names, so that imports pass, and raises as soon as one is called: what passes here is API and control flow, and no
+kernel is replaced by something of ours. `install_stand_ins` runs at interpreter start (a .pth line in site-packages),
+`activate` in SGLang's own processes (its entry-point group `sglang.srt.plugins`).
 """
 
 from __future__ import annotations
