@@ -64,10 +64,12 @@ def generate_request(
     *,
     max_new_tokens: int,
     routed_experts_start: int | None,
+    namespace: str,
 ) -> dict[str, Any]:
     """Body of POST /generate. `routed_experts_start` None: a model without experts, or nobody wants them.
 
-    Output ends where the contract says, so the model's own end tokens are ignored unless they are asked for.
+    Prefixes are shared within a `namespace` only. With stop tokens the model's own end tokens end it as well: SGLang
+    knows no other way.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -88,6 +90,7 @@ def generate_request(
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": -1,
+        "extra_key": namespace,
     }
     if routed_experts_start is not None:
         body["return_routed_experts"] = True
@@ -103,6 +106,7 @@ def score_request(request_id: str, tokens: npt.NDArray[np.int32]) -> dict[str, A
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "extra_key": request_id,  # scored by the weights of now, whatever is cached
     }
 
 

@@ -23,18 +23,13 @@ import asyncio
 import base64
 import io
 import json
-import os
 import pickle
 import secrets
-import socket
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from miles_hpc.control.children import ChildProcess
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, IntegrityError, MilesError, PeerLost, ProtocolError, UserError
 from miles_hpc.core.messages import EngineDescription, WeightManifest, WeightsSynced
@@ -51,14 +46,16 @@ from miles_hpc.rollout.sglang.api import (
 )
 from miles_hpc.rollout.sglang.capabilities import Capabilities, probe
 from miles_hpc.rollout.sglang.checkpoint import StagedTensor, checkpoint_tensors
-from miles_hpc.rollout.sglang.client import EngineRefused, SglangClient
+from miles_hpc.rollout.sglang.client import EngineRefused
 from miles_hpc.rollout.sglang.parts import Parts, Request
-from miles_hpc.rollout.sglang.settings import LOADER, SglangOptions, server_arguments, server_environment
-from miles_hpc.rollout.sglang.staging import Staging
+from miles_hpc.rollout.sglang.server import SglangServer
+from miles_hpc.rollout.sglang.settings import LOADER, SglangOptions
+from miles_hpc.rollout.sglang.staging import Staging, Verdict
 from miles_hpc.weights.broadcast import fetch
 
 __all__ = ["SglangEngine"]
 
+_EXIT_POLL_S = 0.5
 _POLL_S = 0.25
 _CONTROL_S = 60.0  # one control call that moves no weights
 _ABORT_AGAIN_S = 0.5  # an abort that came before its request had arrived there did nothing
@@ -66,15 +63,15 @@ _ABORT_S = 20.0
 _WATCH_EVERY_S = 5.0
 _HEALTH_S = 20.0
 _HEALTH_FAILURES = 3
-_END_GRACE_S = 10.0
 _FLUSH_TRIES = 20
+_MOST_SESSIONS = 100_000
 
 
 class SglangEngine(RolloutEngine):
     """See the module. `options` of the spec: SglangOptions."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Raises UserError for options or a model that can't be served; `start` starts the server."""
+    def __init__(self, spec: EngineSpec, server: SglangServer | None = None) -> None:
+        """Raises UserError for options or a model that can't be served. `server`: one that serves already and stays."""
         self.name = spec.name
         self._spec = spec
         self._options = SglangOptions.of(spec.options)
@@ -89,12 +86,15 @@ class SglangEngine(RolloutEngine):
         self._max_length = min(
             spec.max_length or self._shape.max_position_embeddings, self._shape.max_position_embeddings
         )
+        self._owns_server = server is None
+        self._server = server or SglangServer(spec, self._options, self._shape)
         self._version: WeightVersion | None = None
         self._requests: dict[str, Request] = {}
         self._sync_lock = asyncio.Lock()
         self._syncs: set[asyncio.Task[WeightsSynced]] = set()
         self._may_start = asyncio.Event()  # cleared while an update needs the server to itself
         self._may_start.set()
+        self._born: dict[str, WeightVersion] = {}  # session -> version of its first request
         self._lost: str = ""  # why the server is gone
         self._heard = 0.0
         self._scores = 0
@@ -102,63 +102,36 @@ class SglangEngine(RolloutEngine):
     # ------------------------------------------------------------------------------------------ the server
 
     async def start(self) -> None:
-        """Start the server and wait until it computes. Raises UserError when it ends instead, DeadlineExpired."""
-        deadline = Deadline(self._options.start_deadline_s, f"engine {self.name}: waiting for SGLang to serve")
+        """Start the server and find out what it can. Raises UserError when it can't serve this, DeadlineExpired."""
+        deadline = Deadline(self._options.start_deadline_s, f"engine {self.name}: finding out what SGLang can")
         self._staging = Staging()
-        data_key, admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        port = _free_port()
-        command = [self._options.python, "-m", "sglang.launch_server"]
-        command += server_arguments(self._spec, self._options, self._shape, port=port)
-        log = self._options.log
-        if log is not None:  # SGLang writes its arguments there, keys among them
-            os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-            log.chmod(0o600)
-        self._client = SglangClient(port, name=self.name, data_key=data_key, admin_key=admin_key)
-        with tempfile.TemporaryDirectory(prefix="miles-hpc-keys-") as folder:  # 0700
-            keys = Path(folder) / "keys.yaml"
-            keys.write_text(json.dumps({"api-key": data_key, "admin-api-key": admin_key}))
-            command += ["--config", str(keys)]
-            environment = server_environment(self._spec, self._options, os.environ)
-            self._child = ChildProcess(f"{self.name}-sglang", command, log=log, env=environment)
-            while True:
-                await asyncio.sleep(_POLL_S)
-                if self._child.exit_code is not None:
-                    raise UserError(
-                        f"engine {self.name}: SGLang ended with {self._child.exit_code} before it served; "
-                        f"see {log or 'its output'}: {self._child.log_tail().strip()[-600:]}"
-                    )
-                deadline.check()
-                try:
-                    if await self._client.healthy(min(_HEALTH_S, deadline.remaining_s)):
-                        break
-                except (PeerLost, DeadlineExpired):
-                    continue
+        if self._owns_server:
+            await self._server.start()
+        self._client = self._server.connect()
         self._can: Capabilities = await probe(self._client, self._layers, deadline)
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         """Notice a server that ended or hangs; it is killed then, and `describe` tells the agent."""
-        exited = asyncio.ensure_future(self._child.wait())
-        failures = 0
-        while not exited.done():
-            await asyncio.wait({exited}, timeout=_WATCH_EVERY_S)
-            if exited.done():
-                break
-            if not self._may_start.is_set() or time.monotonic() - self._heard < _WATCH_EVERY_S:
-                failures = 0  # an update has a deadline of its own; an answer is a sign of life
-                continue
-            try:
-                failures = 0 if await self._client.healthy(_HEALTH_S) else failures + 1
-            except (PeerLost, DeadlineExpired):
-                failures += 1
-            if failures >= _HEALTH_FAILURES and self._may_start.is_set():
-                self._lost = f"no answer to {failures} health checks of {_HEALTH_S:.0f} s"
-                self._child.kill()
+        failures, looked = 0, time.monotonic()
+        while self._server.exit_code is None:
+            await asyncio.sleep(_EXIT_POLL_S)
+            if not self._may_start.is_set():  # an update has a deadline of its own
+                failures, looked = 0, time.monotonic()
+            elif time.monotonic() - max(looked, self._heard) >= _WATCH_EVERY_S:
+                try:
+                    failures = 0 if await self._client.healthy(_HEALTH_S) else failures + 1
+                except (PeerLost, DeadlineExpired):
+                    failures += 1
+                looked = time.monotonic()
+                if failures >= _HEALTH_FAILURES and self._may_start.is_set():
+                    self._lost = f"no answer to {failures} health checks of {_HEALTH_S:.0f} s"
+                    self._server.kill()
         if not self._lost:
-            self._lost = f"SGLang ended with {exited.result()}: {self._child.log_tail().strip()[-300:]}"
+            self._lost = f"SGLang ended with {self._server.exit_code}: {self._server.last_words()}"
 
     def _check_alive(self) -> None:
-        if self._lost or self._child.exit_code is not None:
+        if self._lost or self._server.exit_code is not None:
             raise PeerLost(f"engine {self.name}: {self._lost or 'SGLang ended'}")
 
     def _check_serving(self) -> WeightVersion:
@@ -183,10 +156,11 @@ class SglangEngine(RolloutEngine):
             task.cancel()
         if hasattr(self, "_watcher"):
             self._watcher.cancel()
-        if hasattr(self, "_child"):
-            await self._child.end(_END_GRACE_S)
         if hasattr(self, "_client"):
             await self._client.close()
+        if self._owns_server:
+            await self._server.end()
+        if hasattr(self, "_staging"):
             self._staging.close()
 
     # ------------------------------------------------------------------------------------------ generation
@@ -255,6 +229,7 @@ class SglangEngine(RolloutEngine):
                 sampling,
                 max_new_tokens=limit - parts.n_output,
                 routed_experts_start=None if self._layers is None else start + parts.n_rows,
+                namespace=self._namespace(request.session_id, version),
             )
             data = await self._ask(request, body, deadline)
             part = parse_generation(
@@ -304,8 +279,16 @@ class SglangEngine(RolloutEngine):
                 request.aborted = True
                 await self._client.abort(request.rid, _CONTROL_S)
 
+    def _namespace(self, session_id: str, version: WeightVersion) -> str:
+        """Of the version that a session began with. It keeps its prefix over updates; a session that begins later must
+        not find what older weights left there, which for a prompt that all share would be for ever."""
+        if session_id not in self._born and len(self._born) >= _MOST_SESSIONS:
+            del self._born[next(iter(self._born))]  # the oldest computes its prefix anew
+        return str(self._born.setdefault(session_id, version))
+
     async def end_session(self, session_id: str) -> None:
-        """Nothing: prefixes are shared between sessions, and go when their room is needed."""
+        """Its prefix may be another session's as well: it goes when its room is needed."""
+        self._born.pop(session_id, None)
 
     async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -366,13 +349,15 @@ class SglangEngine(RolloutEngine):
 
     async def _update(self, version: WeightVersion, tensors: list[StagedTensor], deadline: Deadline) -> float:
         """The pause. Whatever fails in it leaves weights that nobody knows, and the engine serves nothing."""
-        mode = self._options.pause if self._can.spans else "abort"
+        mode = self._options.pause if self._can.updates_in_place else "abort"
         began = time.monotonic()
         self._may_start.clear()
         try:
             await self._client.pause(mode, min(_CONTROL_S, deadline.remaining_s))
             try:
                 await self._load(tensors, deadline)
+                if mode == "abort":
+                    await self._flush()
                 await self._client.set_version(str(version), deadline.remaining_s)
             except MilesError as error:
                 raise await self._taint(error) from error
@@ -385,26 +370,32 @@ class SglangEngine(RolloutEngine):
 
     async def _load(self, tensors: list[StagedTensor], deadline: Deadline) -> None:
         """Have every rank load and compare. Raises IntegrityError when one's parameters aren't what was sent."""
-        token = secrets.token_hex(8)
-        payload = _pickled_order(self._staging.order(tensors, token, check=self._options.check))
-        ranks = self._options.tensor_parallel
         if self._can.update_session:
             await self._client.begin_update(deadline.remaining_s)
-        await self._client.update_from_tensors([payload] * ranks, LOADER, deadline.remaining_s)
+        await self._order(tensors, deadline, check=False)
+        if self._options.check:
+            verdicts = await self._order(tensors, deadline, check=True)
+            unused = set.intersection(*(set(v.unused) for v in verdicts))
+            if unused:
+                raise IntegrityError(f"{len(unused)} tensors that no parameter takes: {', '.join(sorted(unused)[:5])}")
         if self._can.update_session:
             await self._client.end_update(deadline.remaining_s)
+
+    async def _order(self, tensors: list[StagedTensor], deadline: Deadline, *, check: bool) -> list[Verdict]:
+        token = secrets.token_hex(8)
+        payload = _pickled_order(self._staging.order(tensors, token, check=check))
+        ranks = self._options.tensor_parallel
+        await self._client.update_from_tensors([payload] * ranks, LOADER, deadline.remaining_s)
         verdicts = self._staging.take_verdicts(token, ranks)
         for rank, verdict in enumerate(verdicts):
             if not verdict.ok:
                 raise IntegrityError(f"rank {rank}: {verdict.error}")
-        if self._options.check:
-            unused = set.intersection(*(set(v.unused) for v in verdicts))
-            if unused:
-                raise IntegrityError(f"{len(unused)} tensors that no parameter takes: {', '.join(sorted(unused)[:5])}")
+        return verdicts
 
     async def _taint(self, error: MilesError) -> IntegrityError:
         """Hold no version: fail what is under way, forget every prefix. A server that refuses even that is ended."""
         self._version = None
+        self._born.clear()
         failure = IntegrityError(f"engine {self.name} serves nothing until a sync succeeds: {error}")
         for request in self._requests.values():
             request.failure = failure
@@ -417,30 +408,26 @@ class SglangEngine(RolloutEngine):
                 except EngineRefused:
                     pass  # it was ended already
             await self._client.go_on(_CONTROL_S)
-            for _ in range(_FLUSH_TRIES):
-                await self._client.abort("", _CONTROL_S)
-                if await self._client.flush_cache(_CONTROL_S):
-                    return failure
-                await asyncio.sleep(_POLL_S)
-            raise EngineRefused(f"{self.name}: prefixes of lost weights can't be flushed")
+            await self._flush()
         except MilesError as worse:
             self._lost = f"it had to be ended: {worse}"
-            self._child.kill()
+            self._server.kill()
         return failure
+
+    async def _flush(self) -> None:
+        """Forget all prefixes; requests under way are aborted. Raises EngineRefused."""
+        for _ in range(_FLUSH_TRIES):
+            await self._client.abort("", _CONTROL_S)
+            if await self._client.flush_cache(_CONTROL_S):
+                return
+            await asyncio.sleep(_POLL_S)
+        raise EngineRefused(f"{self.name}: what older weights cached can't be flushed")
 
 
 def _end_tokens(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
-
-
-def _free_port() -> int:
-    """A port that is free now. Should somebody take it first, SGLang ends, and is started again with another."""
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        port: int = probe_socket.getsockname()[1]
-        return port
 
 
 def _pickled_order(order: bytes) -> str:

@@ -31,8 +31,7 @@ class Verdict(msgspec.Struct):
     error: str
     compared: int  # elements of live parameters
     unused: list[str]
-    load_s: float = 0.0
-    check_s: float = 0.0
+    seconds: float = 0.0
 
 
 class Staging:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
+import time
 import types
 from typing import Any
 
@@ -67,8 +69,10 @@ def install_stand_ins() -> None:
 
 
 def activate() -> None:
-    """Called by SGLang in each of its processes. Does nothing where there is a GPU."""
+    """Called by SGLang in each of its processes. Does nothing where there is a GPU, but for the slow steps."""
     import torch
+
+    _slow_steps(float(os.environ.get("MILES_HPC_SGLANG_STEP_S", "0")))
 
     if torch.cuda.is_available():
         return
@@ -80,3 +84,16 @@ def activate() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate  # the host cache of routed experts
     torch.cuda.memory_reserved = lambda *_, **__: 0  # asked by continue_generation(torch_empty_cache=true)
     torch.cuda.empty_cache = lambda: None
+
+
+def _slow_steps(seconds: float) -> None:
+    """Every forward takes that much longer, so that a test can do something while a request is under way."""
+    if seconds <= 0:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def slower(original: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", slower, HookType.AROUND)

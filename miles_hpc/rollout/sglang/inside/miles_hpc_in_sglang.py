@@ -38,31 +38,29 @@ _MOST_NAMES = 5  # of what is wrong, in a verdict
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's custom loader. The one tensor is the order, JSON as uint8:
 
+        check     false: load; true: compare, and change nothing
         staging   path of the file that holds the tensors' bytes, each C-contiguous
         tensors   [name, dtype, shape, byte offset], by the names of a Hugging Face checkpoint
         verdict   where this rank's verdict goes, with {rank} for its number
         token     comes back in the verdict
-        check     whether to compare after loading
 
     The verdict, JSON, appears by rename: token, ok, error, compared (elements), unused (names of tensors that no
-    parameter of this rank took), load_s, check_s.
+    parameter of this rank took), seconds.
     """
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     verdict: dict[str, Any] = {"token": order["token"], "ok": False, "error": "", "compared": 0, "unused": []}
     try:
         with _staged(order) as tensors:
             began = time.perf_counter()
-            _load(model, tensors)
-            verdict["load_s"] = time.perf_counter() - began
             if order["check"]:
-                began = time.perf_counter()
                 comparison = _Comparison(model, tensors)
                 with comparison, _in_this_thread():
                     _load(model, tensors)
                 verdict.update(comparison.verdict())
-                verdict["check_s"] = time.perf_counter() - began
             else:
+                _load(model, tensors)
                 verdict["ok"] = True
+            verdict["seconds"] = time.perf_counter() - began
     except Exception as error:
         verdict["error"] = f"{type(error).__name__}: {error}"
     _publish(order["verdict"].format(rank=_rank()), verdict)
