@@ -2,7 +2,7 @@
 
 MILES_HPC_SGLANG_PYTHON names the interpreter of an environment with SGLang (`make test-sglang` makes one that serves
 without a GPU); without it the tests that need it are skipped. Every forward takes STEP_S longer than it would, so that
-requests can be met while they are under way.
+requests can be met while they are under way, and is counted (tools/sglang_cpu/plugin).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from miles_hpc.rollout.sglang.engine import SglangEngine
 from miles_hpc.rollout.sglang.server import SglangServer
 from miles_hpc.rollout.sglang.settings import SglangOptions
 
-__all__ = ["STEP_S", "end_servers", "options", "shared_engine", "start_server"]
+__all__ = ["STEP_S", "end_servers", "forwards", "options", "shared_engine", "start_server"]
 
 STEP_S = 0.03
+_STEPS = Path(tempfile.gettempdir()) / f"miles-hpc-test-sglang-{os.getpid()}.steps"
 _servers: dict[str, SglangServer] = {}
 
 
@@ -38,7 +39,8 @@ def options(**changes: object) -> dict[str, object]:
 
 async def start_server(spec: EngineSpec, *, step_s: float = STEP_S) -> SglangServer:
     """One of the caller's own."""
-    with mock.patch.dict(os.environ, {"MILES_HPC_SGLANG_STEP_S": str(step_s)}):
+    told = {"MILES_HPC_SGLANG_STEPS": str(_STEPS), "MILES_HPC_SGLANG_STEP_S": str(step_s)}
+    with mock.patch.dict(os.environ, told):
         server = SglangServer(spec, SglangOptions.of(spec.options), shape_of(spec.model_path))
     await server.start()
     return server
@@ -60,7 +62,14 @@ async def shared_engine(kind: str, spec: EngineSpec) -> SglangEngine:
     return SglangEngine(spec, server)
 
 
+def forwards() -> int:
+    """Forwards of all servers so far."""
+    return _STEPS.stat().st_size if _STEPS.exists() else 0
+
+
 def end_servers() -> None:
+    """At the session's end."""
+    _STEPS.unlink(missing_ok=True)
     for server in _servers.values():
         server.kill()
     _servers.clear()

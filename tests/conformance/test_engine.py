@@ -44,7 +44,7 @@ from tests.conformance.engines import (
     transport,
     until,
 )
-from tests.conformance.sglang_servers import STEP_S, shared_engine
+from tests.conformance.sglang_servers import STEP_S, forwards, shared_engine
 
 SGLANG_KINDS = ("sglang-moe", "sglang-qwen3", "sglang-llama")
 KINDS = (
@@ -73,6 +73,7 @@ class Bench:
     folder: Path
     v1: WeightVersion
     holding: bool = False
+    forwards: int = 0
 
     @property
     def is_sglang(self) -> bool:
@@ -90,6 +91,7 @@ class Bench:
             self.inner.faults.hold_after_tokens = HELD_AFTER
             return
         if isinstance(self.inner, SglangEngine):
+            self.forwards = forwards()
             return  # its steps are slow
         inner, decoder, steps = self.inner, self.inner._decoder, 0
         forward = decoder.step
@@ -112,10 +114,7 @@ class Bench:
             await until(lambda: any(len(p.output) == HELD_AFTER for p in playing))
             self.inner.faults.hold_after_tokens = None
         elif isinstance(self.inner, SglangEngine):
-            async with asyncio.timeout(30):
-                while not await self.inner._client.running_requests(10):
-                    await asyncio.sleep(0.002)
-            await asyncio.sleep(HELD_AFTER * STEP_S)
+            await until(lambda: forwards() > self.forwards + HELD_AFTER)
         else:
             await until(lambda: self.holding)
 

@@ -34,7 +34,8 @@ class SglangServer:
         self.name = spec.name
         self._options = options
         self._port = _free_port()
-        self._keys = {"api-key": secrets.token_urlsafe(32), "admin-api-key": secrets.token_urlsafe(32)}
+        # Hexadecimal: SGLang makes arguments of them, and one that began with a dash would be taken for a flag.
+        self._keys = {"api-key": secrets.token_hex(32), "admin-api-key": secrets.token_hex(32)}
         self._command = [options.python, "-m", "sglang.launch_server"]
         self._command += server_arguments(spec, options, shape, port=self._port)
         self._environment = server_environment(spec, options, os.environ)

@@ -69,10 +69,10 @@ def install_stand_ins() -> None:
 
 
 def activate() -> None:
-    """Called by SGLang in each of its processes. Does nothing where there is a GPU, but for the slow steps."""
+    """Called by SGLang in each of its processes. Does nothing where there is a GPU, but for the counted steps."""
     import torch
 
-    _slow_steps(float(os.environ.get("MILES_HPC_SGLANG_STEP_S", "0")))
+    _count_steps(os.environ.get("MILES_HPC_SGLANG_STEPS", ""), float(os.environ.get("MILES_HPC_SGLANG_STEP_S", "0")))
 
     if torch.cuda.is_available():
         return
@@ -86,14 +86,18 @@ def activate() -> None:
     torch.cuda.empty_cache = lambda: None
 
 
-def _slow_steps(seconds: float) -> None:
-    """Every forward takes that much longer, so that a test can do something while a request is under way."""
-    if seconds <= 0:
+def _count_steps(path: str, seconds: float) -> None:
+    """Every forward takes that much longer and then adds a byte to the file: a test sees a request under way, and can
+    do something to it. SGLang's own numbers of running requests lag."""
+    if not path:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def slower(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        with open(path, "ab") as file:
+            file.write(b".")
+        return result
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", slower, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", counted, HookType.AROUND)
