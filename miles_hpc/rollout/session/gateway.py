@@ -9,7 +9,7 @@
 | PeerLost, OSError | goes to another engine | out until it is added again; its sessions move |
 | RemoteError, ProtocolError | goes to another; to the same after a pause if there is none | stays |
 | RemoteError of kind UserError | BadRequest (400): no engine would take it | stays |
-| nothing, until the deadline | aborted there; what it has so far, else OutOfTime (504) | stays; its agent looks after it |
+| nothing, until the deadline | aborted there; what it has so far, else OutOfTime (504) | stays; its agent's business |
 
 | who waits | for what | how long |
 |---|---|---|

@@ -165,7 +165,8 @@ def _without(piece: Piece, marks: re.Pattern[str]) -> list[Piece]:
 
 def _all_of(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
     """Groups 1 and 2 of matches that cover all of `text`; None when something else stands there."""
-    found, position = [], 0
+    found: list[tuple[str, str]] = []
+    position = 0
     while position < len(text):
         match = pattern.match(text, position)
         if match is None:
