@@ -333,7 +333,7 @@ def test_nobody_goes_on_before_the_record_is_written(tmp_path: Path, monkeypatch
         await journal.append(opened("a"), deadline=Deadline(10, "x"))
         assert "a" in (next(tmp_path.glob("*.segment"))).read_bytes().decode("latin-1")
         disk.full = True
-        with pytest.raises(NotStored, match="hasn't taken the record after .*No space left"):
+        with pytest.raises(NotStored, match=r"hasn.t taken the record after .*No space left"):
             await journal.append(opened("b"), deadline=Deadline(0.2, "x"))
         waiting = asyncio.create_task(journal.append(opened("c"), deadline=Deadline(30, "x")))
         await asyncio.sleep(0.1)
