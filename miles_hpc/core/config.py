@@ -41,6 +41,7 @@ __all__ = [
     "PythonConfig",
     "RolloutConfig",
     "RunConfig",
+    "SessionsConfig",
     "SftConfig",
     "SiteConfig",
     "SiteContainer",
@@ -110,6 +111,29 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     routing_replay: bool = True  # record routed experts and replay them in training (MoE models)
     sandbox_timeout_s: float = 5.0  # one command
     sandbox_max_output_bytes: int = 256
+
+
+class SessionsConfig(Section, frozen=True, kw_only=True):
+    """The session server of a rollout node: what agent programs from outside talk to. Bounds are per server.
+
+    A session's prompt and answer together have at most rollout.max_trajectory_tokens.
+    """
+
+    history: Literal["linear", "tree"] = "linear"  # of sessions that don't say; so are the next four
+    max_rollback: int = 1  # linear: assistant turns that one request may take back
+    matcher: str = "strict"  # strict | loose_tool_call | role_content_only | a registered name or dotted path
+    tool_parser: str = "none"  # how the model writes tool calls: hermes, qwen3_coder, ..., or a dotted path
+    chat_family: str = "default"  # what the model's chat template needs beyond its files
+    max_sessions: int = 4096
+    max_in_flight: int = 16  # requests of one session
+    max_messages: int = 4096  # of one request
+    max_body_bytes: int = 64 << 20  # of one request
+    max_session_tokens: int = 4 << 20  # recorded over all branches of a session
+    max_turns: int = 1024  # recorded over all branches of a session with history tree
+    ttl_s: float = 14_400.0  # a session without requests is closed after so long
+    request_deadline_s: float = 600.0
+    journal_segment_bytes: int = 64 << 20
+    journal_fsync: bool = False  # what was answered survives the node's end, not only the server's; slower
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -224,6 +248,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     environment: EnvironmentConfig = EnvironmentConfig()
     sft: SftConfig = SftConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sessions: SessionsConfig = SessionsConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -64,7 +64,7 @@ def test_a_session_stays_with_its_engine(tmp_path: Path) -> None:
         assert calls(one, two) == [4, 0]
         await ask(gateway, "other")
         assert calls(one, two) == [4, 1]
-        assert (gateway.n_engines, gateway.stats().sessions, gateway.current) == (2, 2, V1)
+        assert (gateway.engines, gateway.stats().sessions, gateway.current) == (("one", "two"), 2, V1)
 
     play(tmp_path, scenario)
 
@@ -87,7 +87,7 @@ def test_a_lost_engine_is_left_and_its_session_goes_on_elsewhere(tmp_path: Path)
         await one.close()  # raises PeerLost from now on
         assert (await ask(gateway)).output_ids.tolist() == [5, 6, 7]
         assert calls(one, two) == [1, 1]
-        assert gateway.n_engines == 1 and gateway.stats().moved == 1
+        assert gateway.engines == ("two",) and not gateway.has("one") and gateway.stats().moved == 1
         await ask(gateway)
         assert calls(one, two) == [1, 2]
 
@@ -115,7 +115,7 @@ def test_an_engine_that_failed_one_request_stays(tmp_path: Path, error: Exceptio
         for i in range(4):
             await ask(gateway, f"s{i}")
         assert one.calls >= 1 and two.calls == 4
-        assert gateway.n_engines == 2
+        assert len(gateway.engines) == 2
 
     play(tmp_path, scenario)
 
@@ -144,7 +144,7 @@ def test_a_request_that_no_engine_would_take_is_the_clients_fault(tmp_path: Path
         gateway.add_engine("two", two, V1)
         with pytest.raises(BadRequest, match="this engine takes 1 to 199"):
             await ask(gateway, prompt=500)
-        assert gateway.n_engines == 2 and sum(calls(one, two)) == 0
+        assert len(gateway.engines) == 2 and sum(calls(one, two)) == 0
 
     play(tmp_path, scenario)
 
@@ -158,7 +158,7 @@ def test_without_engine_a_request_waits_and_then_says_so(tmp_path: Path) -> None
         engine = await world.engine("one", numbers)
         gateway.add_engine("one", engine, None)
         await asyncio.sleep(0.05)
-        assert not any(task.done() for task in waiting) and gateway.n_engines == 0
+        assert not any(task.done() for task in waiting) and gateway.engines == () and gateway.has("one")
         gateway.set_version("one", V1)
         for task in waiting:
             assert len((await task).output_ids) == 3

@@ -136,9 +136,13 @@ class EngineGateway:
         return self._router.current
 
     @property
-    def n_engines(self) -> int:
-        """Engines that hold weights."""
-        return sum(entry.version is not None for entry in self._engines.values())
+    def engines(self) -> tuple[str, ...]:
+        """Names of the engines that are in and hold weights, sorted."""
+        return tuple(sorted(name for name, entry in self._engines.items() if entry.version is not None))
+
+    def has(self, name: str) -> bool:
+        """Whether the engine is in; one that was lost in the middle of a request isn't any more."""
+        return name in self._engines
 
     def stats(self) -> RoutingStats:
         """Of the router."""
