@@ -19,14 +19,16 @@ from miles_hpc.rollout.engine import EngineSpec
 from miles_hpc.rollout.scripted import Faults, Script, ScriptedEngine
 from miles_hpc.weights.broadcast import WeightSource
 
-__all__ = ["V1", "EngineWorld", "engine_world", "write_config"]
+__all__ = ["V1", "EngineWorld", "Tensor", "engine_world", "write_config"]
 
 V1 = WeightVersion(1, 1)
 SECRET = bytes(range(32))
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
+    """What a weight source stages."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -86,7 +88,7 @@ class EngineWorld:
     async def sync(self, engine: ScriptedEngine, version: WeightVersion) -> None:
         if version not in self._manifests:
             data = memoryview(np.full(4, version.step, np.float32).tobytes())
-            self._manifests[version] = self.source.stage(version, [_Tensor("w", "float32", (4,), data)])
+            self._manifests[version] = self.source.stage(version, [Tensor("w", "float32", (4,), data)])
         await engine.sync(version, self.address, self._manifests[version].plan_digest, deadline_s=30)
 
 
