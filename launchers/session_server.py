@@ -112,6 +112,8 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
     await listener.close()
     await links.close()
     await service.close()
+    if http.startswith("unix:"):
+        Path(http.removeprefix("unix:")).unlink(missing_ok=True)
     events.close()
     return exits.DONE
 

@@ -13,6 +13,7 @@ import pytest
 
 from miles_hpc.rollout.scripted import Faults
 from miles_hpc.rollout.session import conversation
+from miles_hpc.rollout.session.payload import read_samples
 from miles_hpc.rollout.session.settings import SessionLimits
 from tests.fakes.session import said
 from tests.fakes.session_service import Served, check_samples, serving
@@ -320,13 +321,22 @@ def test_sessions_without_requests_expire(tmp_path: Path) -> None:
 
 def test_samples_that_cannot_be_made(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        url, headers = session = await served.open()
+        url, headers = session = await served.open(metadata={"task": 1, "reward": 0})
         assert await served.samples(session) == []
         await served.chat(session, HI)
-        for body, status in [({"max_seq_len": 0}, 400), ({"max_seq_len": "x"}, 400), ({"reward": 1}, 400), ([1], 400)]:
+        for body, status in [
+            ({"max_seq_len": 0}, 400),
+            ({"max_seq_len": "x"}, 400),
+            ({"reward": 1}, 400),
+            ([1], 400),
+            ({"metadata": 1}, 400),
+        ]:
             seen, answered = await served.post(f"{url}/samples", headers, body)
             assert seen == status, answered
         assert await served.samples(session, max_seq_len=1) == []
+        async with served.http.post(f"{url}/samples", headers=headers, json={"metadata": {"reward": 0.5}}) as response:
+            meta, _ = read_samples(await response.read())
+        assert meta.metadata == {"task": 1, "reward": 0.5} and url.endswith(meta.session_id)
 
     play(tmp_path, scenario)
 

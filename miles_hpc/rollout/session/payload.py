@@ -53,7 +53,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplesMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What isn't a tensor of the file. `metadata` is what the session was opened with."""
+    """What isn't a tensor of the file. `metadata` is what its owner said of the session."""
 
     format: int
     session_id: str

@@ -8,7 +8,7 @@
 | DELETE /sessions/{id} | the session's | 204 |
 | POST /sessions/{id}/v1/chat/completions | the session's | OpenAI's (openai_api.py) |
 | POST /sessions/{id}/v1/messages | the session's | Anthropic's (anthropic_api.py) |
-| POST /sessions/{id}/samples | the session's | safetensors (payload.py); body `{"max_seq_len", "drop_retries"}` |
+| POST /sessions/{id}/samples | the session's | safetensors (payload.py); body: max_seq_len, drop_retries, metadata |
 
 Engines don't stream to this server: a streaming client gets the finished turn in pieces, and comments (`: keep-alive`)
 until then. An error that comes before the first comment has its own status; later ones are events.
@@ -120,13 +120,16 @@ class SessionServer:
         if not isinstance(body, dict):
             raise BadRequest(f"request body: expected a JSON object or nothing, found {type(body).__name__}")
         for name in body:
-            if name not in ("max_seq_len", "drop_retries"):
-                raise BadRequest(f"field '{name}': expected max_seq_len or drop_retries", param=name)
+            if name not in ("max_seq_len", "drop_retries", "metadata"):
+                raise BadRequest(f"field '{name}': expected max_seq_len, drop_retries or metadata", param=name)
         most, drop_retries = whole(body, "max_seq_len", 1), boolean(body, "drop_retries")
+        more = body.get("metadata") or {}
+        if not isinstance(more, dict):
+            raise BadRequest("metadata: expected an object", param="metadata")
 
         def assemble() -> bytes:
             samples = entry.session.samples(most, drop_retries=drop_retries)
-            return write_samples(entry.session_id, samples, entry.settings.metadata)
+            return write_samples(entry.session_id, samples, {**entry.settings.metadata, **more})
 
         async with entry.lock:
             making = asyncio.get_running_loop().run_in_executor(self._threads, assemble)
