@@ -72,6 +72,7 @@ def test_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
         assert stat.S_IMODE(token_file(node.address_file).stat().st_mode) == 0o600
         command = Path(f"/proc/{address.pid}/cmdline").read_bytes().decode()
         assert read_token(node.address_file) not in command
+        assert "libtorch" not in Path(f"/proc/{address.pid}/maps").read_text()
         agent = await node.connect()
         assert agent.peer.role == "sessions"
         status = await node.ready(agent, "e0")

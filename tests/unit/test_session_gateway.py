@@ -218,6 +218,10 @@ def test_an_engine_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
         gateway.add_engine("one", engine, V1)
         with pytest.raises(OutOfTime, match="doesn't answer its abort either"):
             await ask(gateway, deadline_s=0.1)
+        gateway.add_engine("two", await world.engine("two", numbers), V1)
+        with pytest.raises(OutOfTime):
+            await ask(gateway, deadline_s=0.1)
+        assert len((await ask(gateway)).output_ids) == 3  # elsewhere
 
     play(tmp_path, scenario)
 
@@ -235,6 +239,33 @@ def test_a_request_that_nobody_waits_for_is_aborted(tmp_path: Path) -> None:
         assert asking.cancelled() and not engine._requests
         engine.faults.hold_after_tokens = None
         assert len((await ask(gateway)).output_ids) == 3  # the slot is free
+
+    play(tmp_path, scenario)
+
+
+def test_a_client_that_asks_again_at_once_stays_with_its_engine(tmp_path: Path) -> None:
+    """The request that it gave up is still ending there."""
+
+    async def scenario(world: EngineWorld, gateway: EngineGateway) -> None:
+        sessions: list[str] = []
+
+        def script(session: str, input_ids: Any) -> list[int]:
+            sessions.append(session)
+            return numbers(session, input_ids)
+
+        one, two = [await world.engine(name, script, token_delay_s=0.05) for name in ("one", "two")]
+        gateway.add_engine("one", one, V1)
+        asking = asyncio.create_task(ask(gateway))
+        while not sessions:
+            await asyncio.sleep(0.001)
+        gateway.add_engine("two", two, V1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await ask(gateway)
+        assert sessions == ["s", "s~1"] and calls(one, two) == [2, 0]
+        await gateway.close()
+        await ask(gateway)
+        assert sessions[-1] == "s"
 
     play(tmp_path, scenario)
 

@@ -250,6 +250,7 @@ def test_what_is_over_goes_away_and_nothing_else(
         longest = max(longest, len(encode_record(record)) + 8)
         store.write([record])
         store.reclaim()
+        assert store.counting == sum(sum(segment.open_bytes.values()) for segment in store._segments.values())
         on_disk = sum(path.stat().st_size for path in folder.glob("*.segment"))
         assert on_disk == store.size <= 2 * store.counting + 2 * max(segment_bytes, longest) + 200
     store.close()

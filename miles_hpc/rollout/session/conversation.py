@@ -39,7 +39,7 @@ __all__ = ["STORE_S", "THREAD_BYTES", "answer"]
 #: An answer waits so long for storage.
 STORE_S = 30.0
 
-#: About what one renders and tokenises in ten milliseconds.
+#: A request that brings more than this is rendered in a thread.
 THREAD_BYTES = 32 << 10
 
 

@@ -56,14 +56,16 @@ class EngineLinks:
         self._connect = connect
         self._status = status
         self._links: dict[str, _Link] = {}
+        self._turn = asyncio.Lock()
 
     async def handle(self, endpoint: Endpoint, message: Message, payload: memoryview) -> Message | None:
         """Raises FencedError for a peer of an older term, ProtocolError for other messages."""
-        await self._follow(endpoint.peer.term, endpoint.peer.name)
-        self.heard = True
-        if isinstance(message, SessionEngines):
-            await self.apply(message.engines)
-            return self._status()
+        async with self._turn:  # a list that comes while another one is followed waits for that
+            await self._follow(endpoint.peer.term, endpoint.peer.name)
+            self.heard = True
+            if isinstance(message, SessionEngines):
+                await self.apply(message.engines)
+                return self._status()
         if isinstance(message, Shutdown):
             self.stopped.set()
             return None

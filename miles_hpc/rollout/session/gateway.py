@@ -9,7 +9,7 @@
 | PeerLost, OSError | goes to another engine | out until it is added again; its sessions move |
 | RemoteError, ProtocolError | goes to another; to the same after a pause if there is none | stays |
 | RemoteError of kind UserError | BadRequest (400): no engine would take it | stays |
-| nothing, until the deadline | aborted there; what it has so far, else OutOfTime (504) | stays; its agent's business |
+| nothing, until the deadline | aborted; what it has so far, else OutOfTime (504) | stays; the session leaves it |
 
 | who waits | for what | how long |
 |---|---|---|
@@ -185,7 +185,7 @@ class EngineGateway:
         while True:
             route = await self._route(key, len(input_ids), new_tokens, tried, deadline)
             entry = self._engines[route.engine]
-            context, cached = len(input_ids) - new_tokens, None
+            context, cached, hung = len(input_ids) - new_tokens, None, ""
             try:
                 generation = await self._ask(entry.engine, route, input_ids, sampling, routed_experts_start, deadline)
                 context, cached = len(input_ids) + len(generation.output_ids), generation.cached_tokens
@@ -202,10 +202,15 @@ class EngineGateway:
             except ProtocolError as error:
                 tried.add(route.engine)
                 failures.append(f"{route.engine}: {type(error).__name__}: {error}")
+            except OutOfTime:
+                hung = route.engine
+                raise
             except UserError as error:  # of an engine in this process
                 raise BadRequest(f"engine {route.engine} refuses the request: {error}") from error
             finally:
                 self._router.finish(route, context_tokens=context, cached_tokens=cached, now_s=self._clock())
+                if hung:
+                    self._leave(key, hung)
             if len(failures) >= self._max_tries:
                 raise EngineFailure(f"session {key}: {len(failures)} engines failed the request: {'; '.join(failures)}")
 
@@ -268,14 +273,20 @@ class EngineGateway:
             return answer.result()
         except DeadlineExpired as error:  # the engine's own
             raise OutOfTime(str(error)) from error
-        except asyncio.CancelledError:
-            self._later(engine.abort(request))
-            raise
         finally:
-            lanes.busy.discard(lane)
-            answer.cancel()
+            if answer.done():
+                lanes.busy.discard(lane)
+            else:  # the lane is taken as long as the engine is at it: the client may ask again at once
+                self._later(_give_up(engine, request, answer, lambda: lanes.busy.discard(lane)))
 
     # ------------------------------------------------------------------------------------------- inside
+
+    def _leave(self, key: str, engine: str) -> None:
+        """The session's next request goes elsewhere, if anybody else can take it."""
+        try:
+            self._router.move(key, {engine})
+        except NoRoute:
+            pass
 
     def _wake(self) -> None:
         self._changed.set()
@@ -292,3 +303,17 @@ class EngineGateway:
         task = asyncio.create_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _give_up(
+    engine: RolloutEngine, request: str, answer: asyncio.Future[Generation], ended: Callable[[], None]
+) -> None:
+    """Tell the engine that nobody waits any more, and see that it ends, for a while."""
+    try:
+        await engine.abort(request)
+        await asyncio.wait({answer}, timeout=ABORT_GRACE_S)
+    finally:
+        answer.cancel()
+        if answer.done() and not answer.cancelled():
+            answer.exception()  # known now, not to be reported as forgotten
+        ended()

@@ -56,11 +56,8 @@ class _Segment:
     path: Path
     size: int = 0
     open_bytes: dict[str, int] = field(default_factory=dict)  # of open sessions
+    counting: int = 0  # the sum of these
     closed: set[str] = field(default_factory=set)  # sessions whose end is recorded here
-
-    @property
-    def counting(self) -> int:
-        return sum(self.open_bytes.values())
 
     @property
     def dead(self) -> int:
@@ -206,10 +203,12 @@ class SegmentStore:
             self._forget(record.session)
         else:
             segment.open_bytes[record.session] = segment.open_bytes.get(record.session, 0) + n_bytes
+            segment.counting += n_bytes
 
     def _forget(self, session: str) -> None:
         for number in self._places.get(session, ()):
-            self._segments[number].open_bytes.pop(session, None)
+            segment = self._segments[number]
+            segment.counting -= segment.open_bytes.pop(session, 0)
 
     def _ends_needed(self, segment: _Segment) -> set[str]:
         """Sessions whose end is recorded here while another segment still holds records of them."""

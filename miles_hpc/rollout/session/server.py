@@ -202,6 +202,8 @@ class SessionServer:
                     await response.write(event)
             await response.write_eof()
             return response
+        except ConnectionError:  # the client went away while it was written to
+            return response
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
