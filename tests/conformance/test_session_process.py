@@ -232,6 +232,39 @@ def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ killed
 
 
+def test_an_agent_program_does_not_notice_a_restart_at_the_same_address(tmp_path: Path) -> None:
+    """Its client tries again by itself; the port is the same, and so are the session and its token."""
+    openai = pytest.importorskip("openai")
+
+    async def scenario(node: SessionNode) -> None:
+        await node.start_engine("e0")
+        first = await node.start_server()
+        agent = await node.connect()
+        await node.ready(agent, "e0")
+        async with aiohttp.ClientSession() as http:
+            path, headers = await node.open(http, history="tree")
+        key = headers["Authorization"].removeprefix("Bearer ")
+        talk: list[Any] = [said("hi")]
+        async with openai.AsyncOpenAI(base_url=f"{node.url}{path}/v1", api_key=key, max_retries=30) as client:
+            for turn in range(4):
+                asking = asyncio.create_task(client.chat.completions.create(model="m", messages=talk))
+                if turn == 2:
+                    while (await node.tell(agent)).in_flight == 0 and not asking.done():
+                        await asyncio.sleep(0)
+                    await node.kill_server()
+                    second = await node.start_server("--listen", first.http.removeprefix("http://"))
+                    assert second.http == first.http and second.instance_id != first.instance_id
+                    agent = await node.connect()
+                    await node.ready(agent, "e0")
+                talk += [(await asking).choices[0].message.model_dump(exclude_none=True), said(f"go on {turn}")]
+        async with aiohttp.ClientSession() as http:
+            samples = await samples_of(http, node.url + path, headers)
+        assert check_drift(samples, Drifting(node.tokenizer)) >= 4
+        assert max(len(sample.meta.turns) for sample in samples) == 4
+
+    play(tmp_path, scenario)
+
+
 class Client:
     """One agent program: plays its turns, and asks again when the server is gone."""
 
