@@ -15,6 +15,7 @@ __all__ = ["names", "resolve"]
 _BUILTIN = {
     "environment:shell": "miles_hpc.rollout.environments.shell:ShellEnvironment",
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
+    "engine:sglang": "miles_hpc.rollout.sglang.engine:SglangEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",
     "backend:fsdp": "miles_hpc.trainer.fsdp:FsdpBackend",
     "matcher:strict": "miles_hpc.rollout.session.matching:strict",

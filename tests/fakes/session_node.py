@@ -15,8 +15,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from miles_hpc.cluster.site import data_folder
 from miles_hpc.control.auth import new_secret
 from miles_hpc.control.opening import open_transport
+from miles_hpc.core.load import load_site, resolved_toml
 from miles_hpc.core.messages import SessionEngine, SessionEngines, SessionServerStatus
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.transport import Credentials, Endpoint, Listener, PeerIdentity, Transport
@@ -56,6 +58,7 @@ class SessionNode:
         self.tokenizer, _ = style_template("chatml", self.paths.model)
         write_config(self.paths.model, vocab_size=self.tokenizer.vocab_size, experts=8)
         self.paths.resolved_toml.write_text(RUN.format(model=self.paths.model) + more)
+        self.paths.site_toml.write_text(resolved_toml(load_site("laptop", [data_folder("site_configs")])))
         self.secret = new_secret()
         self.paths.secret.touch(mode=0o600)
         self.paths.secret.write_bytes(self.secret)
