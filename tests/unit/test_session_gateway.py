@@ -15,7 +15,7 @@ from miles_hpc.core.types import FinishReason, SamplingParams, WeightVersion
 from miles_hpc.rollout.engine import Generation
 from miles_hpc.rollout.scripted import Faults, ScriptedEngine
 from miles_hpc.rollout.session import gateway as gateway_module
-from miles_hpc.rollout.session.errors import BadRequest, EngineFailure, NoEngine, OutOfTime
+from miles_hpc.rollout.session.errors import BadRequest, EngineFailure, NoEngine, OutOfTime, SessionGone
 from miles_hpc.rollout.session.gateway import EngineGateway
 from tests.fakes.scripted_engines import V1, EngineWorld, engine_world, write_config
 
@@ -23,10 +23,10 @@ V2 = WeightVersion(1, 2)
 Scenario = Callable[[EngineWorld, EngineGateway], Awaitable[None]]
 
 
-def play(folder: Path, scenario: Scenario, **bounds: Any) -> None:
+def play(folder: Path, scenario: Scenario, *, experts: int = 0, **bounds: Any) -> None:
     async def run() -> None:
         gateway = EngineGateway(**bounds)
-        async with engine_world(write_config(folder, positions=200)) as world:
+        async with engine_world(write_config(folder, positions=200, experts=experts)) as world:
             await scenario(world, gateway)
             await gateway.close()
 
@@ -206,6 +206,78 @@ def test_at_the_deadline_an_engine_gives_what_it_has(tmp_path: Path) -> None:
         generation = await ask(gateway, deadline_s=0.2)
         assert generation.output_ids.tolist() == [5, 6]
         assert generation.finish_reason is FinishReason.ABORT
+
+    play(tmp_path, scenario)
+
+
+async def held(engine: ScriptedEngine, n_tokens: int) -> None:
+    """Until its request holds after so many tokens."""
+    while not any(len(playing.output) == n_tokens for playing in engine._requests.values()):
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(0.02)  # it looks whether to hold before the next token
+    engine.faults.hold_after_tokens = None
+
+
+def test_what_an_engine_aborts_goes_on_from_what_was_sampled(tmp_path: Path) -> None:
+    """As a weight update does it: the parts have versions and routed experts of their own."""
+
+    async def scenario(world: EngineWorld, gateway: EngineGateway) -> None:
+        engine = await world.engine("one", numbers, faults=Faults(hold_after_tokens=2))
+        gateway.add_engine("one", engine, V1)
+        asking = asyncio.create_task(ask(gateway))
+        await held(engine, 2)
+        engine.faults.hold_after_tokens = 0  # the second part waits for the update
+        await engine.abort()
+        await held(engine, 0)
+        await world.sync(engine, V2)
+        generation = await asking
+        assert generation.output_ids.tolist() == [5, 6, 7, 8, 9] and engine.calls == 2
+        assert generation.finish_reason is FinishReason.STOP
+        assert [(s.version, s.start, s.end) for s in generation.versions] == [(V1, 0, 2), (V2, 2, 5)]
+        assert generation.routed_experts is not None
+        seen = np.concatenate((np.arange(5), generation.output_ids))[:-1]
+        assert generation.routed_experts.tolist() == engine._experts(seen).tolist()
+
+    play(tmp_path, scenario, experts=8)
+
+
+def test_an_engine_that_is_lost_with_a_part_of_the_answer(tmp_path: Path) -> None:
+    async def scenario(world: EngineWorld, gateway: EngineGateway) -> None:
+        one, two = [await world.engine(name, numbers, faults=Faults()) for name in ("one", "two")]
+        one.faults.hold_after_tokens = 2
+        gateway.add_engine("one", one, V1)
+        asking = asyncio.create_task(ask(gateway))
+        await held(one, 2)
+        gateway.add_engine("two", two, V1)
+        await one.close()  # aborts, then is gone
+        generation = await asking
+        assert generation.output_ids.tolist() == [5, 6, 7, 8, 9] and calls(one, two) == [1, 1]
+        two.faults.hold_after_tokens = 2
+        asking = asyncio.create_task(ask(gateway, deadline_s=1))
+        await held(two, 2)
+        await two.close()  # and nobody is left
+        generation = await asking
+        assert generation.output_ids.tolist() == [5, 6] and generation.finish_reason is FinishReason.ABORT
+
+    play(tmp_path, scenario)
+
+
+def test_a_session_that_ends_is_not_gone_on_with(tmp_path: Path) -> None:
+    async def scenario(world: EngineWorld, gateway: EngineGateway) -> None:
+        engine = await world.engine("one", numbers, faults=Faults(hold_after_tokens=2))
+        gateway.add_engine("one", engine, V1)
+        asking = asyncio.create_task(ask(gateway))
+        await held(engine, 2)
+        gateway.end("s")
+        generation = await asking
+        assert generation.output_ids.tolist() == [5, 6] and engine.calls == 1
+        engine.faults.hold_after_tokens = 0
+        asking = asyncio.create_task(ask(gateway))
+        await held(engine, 0)
+        gateway.end("s")
+        with pytest.raises(SessionGone):
+            await asking
+        assert gateway.stats().sessions == 0 and not gateway._lanes
 
     play(tmp_path, scenario)
 

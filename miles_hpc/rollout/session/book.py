@@ -179,8 +179,6 @@ class SessionBook:
         """A request of the session ended."""
         entry.in_flight -= 1
         entry.used_s = self._clock()
-        if entry.session.closed and not entry.in_flight:
-            self.gateway.end(entry.session_id)  # again: a late request may have gone to another engine
 
     # ------------------------------------------------------------------------------------------- inside
 

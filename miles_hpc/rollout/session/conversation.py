@@ -24,12 +24,12 @@ from concurrent.futures import Executor
 from typing import Any
 
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.types import FinishReason, SamplingParams
+from miles_hpc.core.types import SamplingParams
 from miles_hpc.rollout.engine import Generation
 from miles_hpc.rollout.session.book import OpenSession, SessionBook
 from miles_hpc.rollout.session.chat import Answer, ChatRequest, TokenLogProb
 from miles_hpc.rollout.session.core import Commit, Prepared
-from miles_hpc.rollout.session.errors import BadGeneration, BadRequest, NoEngine, TooLarge
+from miles_hpc.rollout.session.errors import BadGeneration, BadRequest, SessionGone, TooLarge
 from miles_hpc.rollout.session.records import record_of
 from miles_hpc.rollout.session.routed_rows import first_row
 from miles_hpc.rollout.session.tool_calls import assistant_message, parse_turn
@@ -118,6 +118,8 @@ async def _generate(
     deadline: Deadline,
     routed_experts: bool,
 ) -> Generation:
+    if entry.session.closed:  # while it was rendered
+        raise SessionGone(f"session {entry.session_id} was closed meanwhile")
     n_prompt = prepared.n_tokens
     start = first_row(prepared.attachment.parent, prepared.drop) if routed_experts else n_prompt - 1
     generation = await book.gateway.generate(
@@ -130,8 +132,6 @@ async def _generate(
     )
     n_output, rows = len(generation.output_ids), generation.routed_experts
     if n_output == 0:
-        if generation.finish_reason is FinishReason.ABORT:
-            raise NoEngine(f"session {entry.session_id}: aborted before anything was sampled: try again")
         raise BadGeneration(f"session {entry.session_id}: the engine sampled nothing")
     if rows is not None and len(rows) != n_prompt + n_output - 1 - start:
         raise BadGeneration(

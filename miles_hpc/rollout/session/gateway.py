@@ -1,11 +1,12 @@
 """What a session server needs of engines: a generation for a session, from whichever engine can give it.
 
     generate ─▶ route (waits while no engine can take the session) ─▶ lane ─▶ engine.generate ─▶ Generation
-                  ▲                                                              │ fails
-                  ╰───── elsewhere, with all tokens; max_tries in all ◀──────────╯
+                  ▲                                                              │ fails, or aborts
+                  ╰───── elsewhere or there again, with all tokens so far ◀──────╯
 
 | an engine answers with | what becomes of the request | of the engine |
 |---|---|---|
+| an abort that nobody here asked for (an update) | goes on from what was sampled (partial.py) | stays |
 | PeerLost, OSError | goes to another engine | out until it is added again; its sessions move |
 | RemoteError, ProtocolError | goes to another; to the same after a pause if there is none | stays |
 | RemoteError of kind UserError | BadRequest (400): no engine would take it | stays |
@@ -35,11 +36,12 @@ import numpy.typing as npt
 
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, ProtocolError, RemoteError, UserError
-from miles_hpc.core.types import SamplingParams, WeightVersion
+from miles_hpc.core.types import FinishReason, SamplingParams, WeightVersion
 from miles_hpc.rollout.engine import Generation, RolloutEngine
 from miles_hpc.rollout.routing import NoRoute, Route, SessionRouter
 from miles_hpc.rollout.routing_stats import RoutingStats
-from miles_hpc.rollout.session.errors import BadRequest, EngineFailure, NoEngine, OutOfTime
+from miles_hpc.rollout.session.errors import BadRequest, EngineFailure, NoEngine, OutOfTime, SessionGone
+from miles_hpc.rollout.session.partial import Partial
 
 __all__ = ["ABORT_GRACE_S", "FREE_S", "EngineGateway"]
 
@@ -63,6 +65,24 @@ class _Lanes:
 
     busy: set[int] = field(default_factory=set)
     used: set[tuple[str, str]] = field(default_factory=set)  # (engine, engine session)
+    ended: bool = False
+
+
+@dataclass
+class _Request:
+    """One call of `generate`: what was sampled so far, and who failed."""
+
+    key: str
+    partial: Partial
+    known_tokens: int  # of the session's context, before the request
+    deadline: Deadline
+    lanes: _Lanes
+    failures: list[str] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.deadline.expired or self.lanes.ended
 
 
 class EngineGateway:
@@ -155,10 +175,14 @@ class EngineGateway:
         self._router.restore(key, "", context_tokens=context_tokens, now_s=self._clock())
 
     def end(self, key: str) -> None:
-        """Forget a session; engines hear of it in the background. Unknown keys are fine."""
+        """Forget a session; engines hear of it in the background, and requests under way end with what they have.
+
+        Unknown keys are fine.
+        """
         self._router.end(key)
-        lanes = self._lanes.pop(key, None)
-        for name, session in lanes.used if lanes is not None else ():
+        lanes = self._lanes.pop(key, _Lanes())
+        lanes.ended = True
+        for name, session in lanes.used:
             entry = self._engines.get(name)
             if entry is not None:
                 self._later(entry.engine.end_session(session))
@@ -176,43 +200,39 @@ class EngineGateway:
     ) -> Generation:
         """Continue `input_ids` [n_input], whose last `new_tokens` weren't in the session's context before.
 
-        Routed-expert rows start at `routed_experts_start`. Raises BadRequest, EngineFailure, NoEngine, OutOfTime, and
-        UserError without a key. When it is cancelled the engine is told to abort.
+        Routed-expert rows start at `routed_experts_start`. It ends with FinishReason.ABORT only at the deadline or when
+        the session ended, or when no engine was left to go on with. Raises BadRequest, EngineFailure, NoEngine,
+        OutOfTime, SessionGone, and UserError without a key. When it is cancelled the engine is told to abort.
         """
-        deadline = Deadline(deadline_s, f"session {key}: generation after {len(input_ids)} tokens")
-        failures: list[str] = []
-        tried: set[str] = set()
+        request = _Request(
+            key=key,
+            partial=Partial(input_ids, sampling, routed_experts_start),
+            known_tokens=len(input_ids) - new_tokens,
+            deadline=Deadline(deadline_s, f"session {key}: generation after {len(input_ids)} tokens"),
+            lanes=self._lanes.setdefault(key, _Lanes()) if key else _Lanes(),
+        )
         while True:
-            route = await self._route(key, len(input_ids), new_tokens, tried, deadline)
-            entry = self._engines[route.engine]
-            context, cached, hung = len(input_ids) - new_tokens, None, ""
             try:
-                generation = await self._ask(entry.engine, route, input_ids, sampling, routed_experts_start, deadline)
-                context, cached = len(input_ids) + len(generation.output_ids), generation.cached_tokens
-                return generation
-            except (PeerLost, OSError) as error:
-                if self._engines.get(route.engine) is entry:  # not one of the same name that came meanwhile
-                    self.remove_engine(route.engine)
-                failures.append(f"{route.engine}: {type(error).__name__}: {error}")
-            except RemoteError as error:
-                if error.kind == "UserError":
-                    raise BadRequest(f"engine {route.engine} refuses the request: {error.text}") from error
-                tried.add(route.engine)
-                failures.append(f"{route.engine}: {error}")
-            except ProtocolError as error:
-                tried.add(route.engine)
-                failures.append(f"{route.engine}: {type(error).__name__}: {error}")
-            except OutOfTime:
-                hung = route.engine
-                raise
-            except UserError as error:  # of an engine in this process
-                raise BadRequest(f"engine {route.engine} refuses the request: {error}") from error
-            finally:
-                self._router.finish(route, context_tokens=context, cached_tokens=cached, now_s=self._clock())
-                if hung:
-                    self._leave(key, hung)
-            if len(failures) >= self._max_tries:
-                raise EngineFailure(f"session {key}: {len(failures)} engines failed the request: {'; '.join(failures)}")
+                await self._try(await self._route(request), request)
+                if len(request.failures) >= self._max_tries:
+                    raise EngineFailure(
+                        f"session {key}: {len(request.failures)} engines failed the request: "
+                        f"{'; '.join(request.failures)}"
+                    )
+            except (EngineFailure, NoEngine, OutOfTime, SessionGone):
+                if request.partial.so_far is None or request.partial.n_output == 0:
+                    raise
+                return request.partial.so_far  # aborted, with what it has
+            whole = request.partial.so_far
+            if whole is None or (whole.finish_reason is FinishReason.ABORT and not request.is_over):
+                continue
+            if request.partial.n_output == 0 and whole.finish_reason is FinishReason.ABORT:
+                raise (
+                    SessionGone(f"session {key} was closed")
+                    if request.lanes.ended
+                    else OutOfTime(f"{request.deadline.error()}: nothing was sampled")
+                )
+            return whole
 
     async def close(self) -> None:
         """Wait for what is told in the background; engines stay their owner's."""
@@ -221,52 +241,82 @@ class EngineGateway:
 
     # ------------------------------------------------------------------------------------------- one request
 
-    async def _route(self, key: str, prompt: int, new: int, tried: set[str], deadline: Deadline) -> Route:
+    async def _route(self, request: _Request) -> Route:
+        key, n_prompt = request.key, len(request.partial.input_ids)
         while True:
+            if request.lanes.ended:
+                raise SessionGone(f"session {key} was closed meanwhile")
             self._changed.clear()
             try:
-                if tried:
-                    self._router.move(key, tried)
-                return self._router.route(key, prompt_tokens=prompt, new_tokens=new, now_s=self._clock())
+                if request.tried:
+                    self._router.move(key, request.tried)
+                new = n_prompt - request.known_tokens
+                return self._router.route(key, prompt_tokens=n_prompt, new_tokens=new, now_s=self._clock())
             except NoRoute as error:
-                if deadline.expired:
-                    raise NoEngine(f"{error} (waited {deadline.elapsed_s:.0f} s)") from error
-                tried.clear()  # nobody else: after a pause, those that failed
+                if request.deadline.expired:
+                    raise NoEngine(f"{error} (waited {request.deadline.elapsed_s:.0f} s)") from error
+                request.tried.clear()  # nobody else: after a pause, those that failed
             try:
-                await asyncio.wait_for(self._changed.wait(), min(_LOOK_S, deadline.remaining_s))
+                await asyncio.wait_for(self._changed.wait(), min(_LOOK_S, request.deadline.remaining_s))
             except TimeoutError:
                 pass
 
-    async def _ask(
-        self,
-        engine: RolloutEngine,
-        route: Route,
-        input_ids: npt.NDArray[np.int32],
-        sampling: SamplingParams,
-        start: int,
-        deadline: Deadline,
-    ) -> Generation:
+    async def _try(self, route: Route, request: _Request) -> None:
+        """One engine: `request` has what it gave then, or one failure more."""
+        entry = self._engines[route.engine]
+        context, cached, failure, hung = request.known_tokens, None, "", False
+        try:
+            part = await self._ask(entry.engine, route, request)
+            context, cached = len(request.partial.input_ids) + len(part.output_ids), part.cached_tokens
+            request.partial = request.partial.after(part)
+            if part.finish_reason is FinishReason.ABORT and len(part.output_ids) == 0:
+                failure = "aborted before anything was sampled"
+        except (PeerLost, OSError) as error:
+            if self._engines.get(route.engine) is entry:  # not one of the same name that came meanwhile
+                self.remove_engine(route.engine)
+            failure = f"{type(error).__name__}: {error}"
+        except RemoteError as error:
+            if error.kind == "UserError":
+                raise BadRequest(f"engine {route.engine} refuses the request: {error.text}") from error
+            request.tried.add(route.engine)
+            failure = str(error)
+        except ProtocolError as error:
+            request.tried.add(route.engine)
+            failure = f"{type(error).__name__}: {error}"
+        except UserError as error:  # of an engine in this process
+            raise BadRequest(f"engine {route.engine} refuses the request: {error}") from error
+        except OutOfTime:
+            hung = True
+            raise
+        finally:
+            if failure:
+                request.failures.append(f"{route.engine}: {failure}")
+            self._router.finish(route, context_tokens=context, cached_tokens=cached, now_s=self._clock())
+            if hung:
+                self._leave(route.key, route.engine)
+
+    async def _ask(self, engine: RolloutEngine, route: Route, request: _Request) -> Generation:
         """One engine's answer, in a lane of its own."""
-        lanes = self._lanes.setdefault(route.key, _Lanes())
+        lanes, partial, deadline = request.lanes, request.partial, request.deadline
         lane = next(n for n in itertools.count() if n not in lanes.busy)
         session = route.key if lane == 0 else f"{route.key}~{lane}"
-        request = f"{route.key}-{next(self._numbers)}"
+        name = f"{route.key}-{next(self._numbers)}"
         lanes.busy.add(lane)
         lanes.used.add((route.engine, session))
         answer = asyncio.ensure_future(
             engine.generate(
-                request,
+                name,
                 session,
-                input_ids,
-                sampling,
-                routed_experts_start=start,
+                partial.input_ids,
+                partial.sampling,
+                routed_experts_start=partial.start,
                 deadline_s=deadline.remaining_s + ABORT_GRACE_S,
             )
         )
         try:
             done, _ = await asyncio.wait({answer}, timeout=deadline.remaining_s)
             if not done:
-                self._later(engine.abort(request))
+                self._later(engine.abort(name))
                 done, _ = await asyncio.wait({answer}, timeout=ABORT_GRACE_S)
             if not done:
                 raise OutOfTime(f"{deadline.error()}; engine {route.engine} doesn't answer its abort either")
@@ -277,7 +327,7 @@ class EngineGateway:
             if answer.done():
                 lanes.busy.discard(lane)
             else:  # the lane is taken as long as the engine is at it: the client may ask again at once
-                self._later(_give_up(engine, request, answer, lambda: lanes.busy.discard(lane)))
+                self._later(_give_up(engine, name, answer, lambda: lanes.busy.discard(lane)))
 
     # ------------------------------------------------------------------------------------------- inside
 
