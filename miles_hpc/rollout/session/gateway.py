@@ -224,15 +224,14 @@ class EngineGateway:
                     raise
                 return request.partial.so_far  # aborted, with what it has
             whole = request.partial.so_far
-            if whole is None or (whole.finish_reason is FinishReason.ABORT and not request.is_over):
-                continue
-            if request.partial.n_output == 0 and whole.finish_reason is FinishReason.ABORT:
-                raise (
-                    SessionGone(f"session {key} was closed")
-                    if request.lanes.ended
-                    else OutOfTime(f"{request.deadline.error()}: nothing was sampled")
-                )
-            return whole
+            if whole is not None and whole.finish_reason is not FinishReason.ABORT:
+                return whole
+            if request.is_over:
+                if whole is not None and request.partial.n_output > 0:
+                    return whole
+                if request.lanes.ended:
+                    raise SessionGone(f"session {key} was closed meanwhile")
+                raise OutOfTime(f"{request.deadline.error()}: nothing was sampled")
 
     async def close(self) -> None:
         """Wait for what is told in the background; engines stay their owner's."""

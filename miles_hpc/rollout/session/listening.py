@@ -106,9 +106,7 @@ def token_file(address_file: Path) -> Path:
 
 def publish_address(address_file: Path, address: ServerAddress, token: str) -> None:
     """The token first: who sees the address finds it."""
-    secret = token_file(address_file)
-
-    publish_bytes(secret, token.encode() + b"\n", mode=0o600, durable=False)
+    publish_bytes(token_file(address_file), token.encode() + b"\n", mode=0o600, durable=False)
     publish_bytes(address_file, msgspec.json.encode(address) + b"\n", durable=False)
 
 
