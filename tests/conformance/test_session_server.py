@@ -185,6 +185,8 @@ def test_routed_experts_come_with_the_samples(tmp_path: Path) -> None:
         assert rows is not None and rows.shape == (len(sample.tokens) - 1, 3, 2)
         expected = served.engines[0]._experts(sample.tokens[:-1])
         assert rows.dtype == expected.dtype and (rows == expected).all()
+        turns = next(iter(served.book._sessions.values())).session.history.turns()
+        assert [turn.routed_experts.in_memory for turn in turns] == [False, False]  # the journal has them
 
     play(tmp_path, scenario, experts=8)
 
@@ -516,6 +518,7 @@ def test_a_restarted_server_goes_on(tmp_path: Path) -> None:
             samples = await served.samples(session)
             assert len(samples) == 1 and len(samples[0].meta.turns) == 2
             check_samples(samples, [*kept["seen"], *served.script.seen])
+            assert (samples[0].routed_experts == served.engines[0]._experts(samples[0].tokens[:-1])).all()
 
-    play(tmp_path, before)
-    play(tmp_path, after)
+    play(tmp_path, before, experts=8)
+    play(tmp_path, after, experts=8)

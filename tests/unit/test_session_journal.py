@@ -32,11 +32,14 @@ from miles_hpc.rollout.session.records import (
     SessionClosed,
     SessionOpened,
     StoredSession,
+    TurnRecorded,
     decode_record,
     encode_record,
     record_of,
     replay,
+    without_rows,
 )
+from miles_hpc.rollout.session.routed_rows import RecordedRows
 from miles_hpc.rollout.session.segments import SegmentStore
 from miles_hpc.rollout.session.settings import SessionSettings
 from tests.exploring import examples
@@ -71,6 +74,11 @@ def a_session(kind: str) -> Session:
     return session
 
 
+def rows_of(turn: Any) -> Any:
+    rows = turn.routed_experts.array() if isinstance(turn.routed_experts, RecordedRows) else turn.routed_experts
+    return None if rows is None else (rows.dtype, rows.tolist())
+
+
 def facts(session_or_history: Any) -> list[Any]:
     """All that is recorded, comparable."""
     history = getattr(session_or_history, "history", session_or_history)
@@ -87,7 +95,7 @@ def facts(session_or_history: Any) -> list[Any]:
             turn.versions,
             turn.finish_reason,
             turn.ended,
-            None if turn.routed_experts is None else (turn.routed_experts.dtype, turn.routed_experts.tolist()),
+            rows_of(turn),
             turn.n_tokens,
         )
         for turn in history.turns()
@@ -157,6 +165,14 @@ def reread(folder: Path) -> dict[str, StoredSession]:
     return store.sessions
 
 
+def facts_of(store: SegmentStore, name: str) -> list[Any]:
+    """Of a session as a restarted server has it, its routed experts read from the files."""
+    history = tree()
+    stored = store.sessions[name]
+    assert replay(stored.turns, history, lambda number: store.rows(name, number).numpy()) == len(stored.turns)
+    return facts(history)
+
+
 def test_sessions_come_back(tmp_path: Path) -> None:
     folder = tmp_path / "sessions" / "server"
     store = SegmentStore(folder)
@@ -166,10 +182,11 @@ def test_sessions_come_back(tmp_path: Path) -> None:
     store.write([SessionClosed(session="gone", reason="deleted")])
     store.close()
     store.close()
-    found = reread(folder)
-    assert set(found) == {"s", "t"}
-    history = tree()
-    assert replay(found["s"].turns, history) == 4 and facts(history) == facts(a_session("tree"))
+    store = SegmentStore(folder)
+    found = store.sessions
+    assert set(found) == {"s", "t"} and len(found["s"].turns) == 4
+    assert facts_of(store, "s") == facts(a_session("tree"))
+    store.close()
     assert found["t"].settings == SessionSettings(history="tree", metadata={"n": 10**30})
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
@@ -200,13 +217,11 @@ def test_any_cut_of_the_tail_gives_a_prefix(data: st.DataObject, tmp_path_factor
     assert store.torn_bytes <= len(whole) + 20
     expected: dict[str, StoredSession] = {}
     for record in kept:
-        expected.setdefault(record.session, StoredSession()).add(record)
+        kept_record = without_rows(record) if isinstance(record, TurnRecorded) else record
+        expected.setdefault(record.session, StoredSession()).add(kept_record)
     assert store.sessions == expected
     for name, stored in store.sessions.items():
-        history = tree()
-        n = replay(stored.turns, history)
-        assert n == len(stored.turns)
-        assert facts(history) == facts(sessions[name])[:n]
+        assert facts_of(store, name) == facts(sessions[name])[: len(stored.turns)]
     late = [opened("late")]
     store.write(late)  # and it goes on behind the cut
     store.close()
@@ -270,10 +285,40 @@ def test_a_process_that_ends_while_it_moves_records_loses_none(tmp_path: Path, m
     store._empty(segment)  # moved, and not deleted
     store.close()
     monkeypatch.undo()
-    found = reread(tmp_path)
-    assert set(found) == {"kept"}
-    history = tree()
-    assert replay(found["kept"].turns, history) == 4 and facts(history) == facts(a_session("tree"))
+    store = SegmentStore(tmp_path)
+    assert set(store.sessions) == {"kept"} and facts_of(store, "kept") == facts(a_session("tree"))
+    store.close()
+
+
+def test_routed_experts_are_read_where_they_stand(tmp_path: Path) -> None:
+    store = SegmentStore(tmp_path, segment_bytes=1000)
+    written(store, a_session("tree"), "kept")
+    turn = a_session("tree").history.turns()[1]
+    rows = RecordedRows.of(np.asarray(turn.routed_experts))
+    assert rows.in_memory and len(rows) == 4
+    rows.stored(lambda: store.rows("kept", 1).numpy())
+    assert not rows.in_memory and (rows.array() == turn.routed_experts).all()
+    for i in range(6):
+        written(store, a_session("tree"), f"s{i}")
+        store.write([SessionClosed(session=f"s{i}", reason="deleted")])
+        store.reclaim()
+    assert not (tmp_path / "00000001.segment").exists()  # moved meanwhile
+    assert (rows.array() == turn.routed_experts).all()
+    with pytest.raises(IntegrityError, match="no routed experts of turn 0"):
+        store.rows("kept", 0)
+    with pytest.raises(IntegrityError, match="no routed experts of turn 1 of session s0"):
+        store.rows("s0", 1)
+    frame = store._rows["kept"][1]
+    path = store._segments[frame.segment].path
+    data = bytearray(path.read_bytes())
+    data[frame.start + frame.n_bytes - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="isn't turn 1 of session kept any more"):
+        rows.array()
+    store.write([SessionClosed(session="kept", reason="deleted")])
+    with pytest.raises(IntegrityError, match="no routed experts of turn 1 of session kept"):
+        rows.array()
+    store.close()
 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -129,7 +130,7 @@ class SessionBook:
                 settings = one.settings
                 assert one.opened is not None  # settings raises without it
                 entry = self._make(one.opened, settings)
-                replay(one.turns, entry.session.history)
+                replay(one.turns, entry.session.history, partial(self.journal.rows, session_id))
             except MilesError as error:
                 failed[session_id] = str(error)
                 self.journal.put(SessionClosed(session=session_id, reason=str(error))).add_done_callback(_seen)

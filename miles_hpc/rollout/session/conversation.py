@@ -21,6 +21,7 @@ import dataclasses
 import secrets
 import time
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from miles_hpc.core.deadline import Deadline
@@ -31,7 +32,7 @@ from miles_hpc.rollout.session.chat import Answer, ChatRequest, TokenLogProb
 from miles_hpc.rollout.session.core import Commit, Prepared
 from miles_hpc.rollout.session.errors import BadGeneration, BadRequest, SessionGone, TooLarge
 from miles_hpc.rollout.session.records import record_of
-from miles_hpc.rollout.session.routed_rows import first_row
+from miles_hpc.rollout.session.routed_rows import RecordedRows, first_row
 from miles_hpc.rollout.session.tool_calls import assistant_message, parse_turn
 
 __all__ = ["STORE_S", "THREAD_BYTES", "answer"]
@@ -76,6 +77,9 @@ async def answer(
             entry.largest_body = max(entry.largest_body, body_bytes)
             storing = Deadline(STORE_S, f"session {entry.session_id}: storing a turn")
             await book.journal.append(record_of(entry.session_id, commit.turn), deadline=storing)
+            rows = commit.turn.routed_experts
+            if isinstance(rows, RecordedRows):
+                rows.stored(partial(book.journal.rows, entry.session_id, commit.turn.number))
         return _answer(book, request, prepared, generation, message, commit)
     finally:
         book.left(entry)
@@ -145,8 +149,10 @@ async def _commit(entry: OpenSession, prepared: Prepared, generation: Generation
     text = entry.template.text(generation.output_ids)
     parsed = parse_turn(entry.parser, text, prepared.tools)
     message = assistant_message(parsed, [f"call_{secrets.token_hex(12)}" for _ in parsed.calls])
+    rows = generation.routed_experts
+    recorded = None if rows is None else RecordedRows.of(rows)
     async with entry.lock:
-        return message, entry.session.commit(prepared, generation, message)
+        return message, entry.session.commit(prepared, generation, message, routed_experts=recorded)
 
 
 def _answer(

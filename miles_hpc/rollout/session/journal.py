@@ -19,6 +19,9 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.rollout.session.errors import NotStored
@@ -82,6 +85,10 @@ class SessionJournal:
                 f"session {record.session}: storage hasn't taken the record after {deadline.elapsed_s:.0f} s"
                 f"{': ' + self.trouble if self.trouble else ''}; try again later"
             ) from None
+
+    def rows(self, session: str, number: int) -> npt.NDArray[Any]:
+        """Routed experts of a stored turn of an open session. Blocks for a file; any thread. Raises IntegrityError."""
+        return self._store.rows(session, number).numpy()
 
     async def close(self, *, deadline_s: float = 10.0) -> None:
         """Write what is pending, for so long at most, and let go of the files. Idempotent."""

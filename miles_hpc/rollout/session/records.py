@@ -8,16 +8,19 @@ hold numbers that MessagePack can't. The order of a session's turns is their `nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from miles_hpc.core.errors import IntegrityError
 from miles_hpc.core.types import Array, FinishReason, VersionSpan, WeightVersion
 from miles_hpc.rollout.session.history import History
+from miles_hpc.rollout.session.routed_rows import RecordedRows
 from miles_hpc.rollout.session.settings import SessionSettings
 from miles_hpc.rollout.session.turn import Turn
 
@@ -33,6 +36,7 @@ __all__ = [
     "encode_record",
     "record_of",
     "replay",
+    "without_rows",
 ]
 
 #: Version of the records; a journal of another one isn't read.
@@ -129,8 +133,10 @@ class StoredSession:
 
 
 def record_of(session: str, turn: Turn) -> TurnRecorded:
-    """`turn.routed_experts` is an array of rows or None."""
+    """`turn.routed_experts` is None, an array of rows, or RecordedRows."""
     rows = turn.routed_experts
+    if isinstance(rows, RecordedRows):
+        rows = rows.array()
     return TurnRecorded(
         session=session,
         number=turn.number,
@@ -147,11 +153,21 @@ def record_of(session: str, turn: Turn) -> TurnRecorded:
     )
 
 
-def replay(turns: Mapping[int, TurnRecorded], history: History) -> int:
+def without_rows(record: TurnRecorded) -> TurnRecorded:
+    """The record with its routed experts' type and shape alone."""
+    rows = record.routed_experts
+    if rows is None:
+        return record
+    return msgspec.structs.replace(record, routed_experts=msgspec.structs.replace(rows, data=b""))
+
+
+def replay(
+    turns: Mapping[int, TurnRecorded], history: History, load: Callable[[int], npt.NDArray[Any]] | None = None
+) -> int:
     """Record these turns anew in an empty history, in their order; returns how many.
 
-    Stops at the first that is missing, since what follows may build on it. Raises IntegrityError for turns that don't
-    go together.
+    `load` gives the routed experts of a turn by number, when the records come without. Stops at the first turn that is
+    missing, since what follows may build on it. Raises IntegrityError for turns that don't go together.
     """
     made: dict[int, Turn] = {}
     for number in range(len(turns)):
@@ -159,7 +175,7 @@ def replay(turns: Mapping[int, TurnRecorded], history: History) -> int:
         if record is None or (record.parent >= 0 and record.parent not in made):
             break
         try:
-            turn = _turn_of(record, made.get(record.parent))
+            turn = _turn_of(record, made.get(record.parent), load)
             reason = history.append(history.after(turn.parent), turn)
         except Exception as error:
             raise IntegrityError(f"session journal: turn {number} of session {record.session}: {error}") from error
@@ -169,8 +185,11 @@ def replay(turns: Mapping[int, TurnRecorded], history: History) -> int:
     return len(made)
 
 
-def _turn_of(record: TurnRecorded, parent: Turn | None) -> Turn:
+def _turn_of(record: TurnRecorded, parent: Turn | None, load: Callable[[int], npt.NDArray[Any]] | None) -> Turn:
     rows = record.routed_experts
+    routed: object = None
+    if rows is not None:
+        routed = rows.numpy() if load is None else RecordedRows(rows.shape[0], None, partial(load, record.number))
     return Turn(
         number=record.number,
         parent=parent,
@@ -183,7 +202,7 @@ def _turn_of(record: TurnRecorded, parent: Turn | None) -> Turn:
         versions=tuple(VersionSpan(version=WeightVersion(t, n), start=a, end=b) for t, n, a, b in record.versions),
         finish_reason=record.finish_reason,
         ended=record.finish_reason is FinishReason.STOP,
-        routed_experts=rows.numpy() if rows is not None else None,
+        routed_experts=routed,
     )
 
 

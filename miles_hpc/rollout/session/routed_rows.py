@@ -7,7 +7,7 @@ rows of turn 1                       [m ................. n)      so the next tu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,44 @@ import numpy.typing as npt
 from miles_hpc.rollout.session.errors import NoSample
 from miles_hpc.rollout.session.turn import Turn
 
-__all__ = ["first_row", "routed_rows"]
+__all__ = ["RecordedRows", "first_row", "routed_rows"]
+
+
+class RecordedRows:
+    """One turn's rows, [n_rows, moe_layers, top_k]: in memory, or read when they are asked for.
+
+    `stored` may be called in another thread than `array`.
+    """
+
+    def __init__(self, n_rows: int, rows: npt.NDArray[Any] | None, load: Callable[[], npt.NDArray[Any]] | None) -> None:
+        self._n_rows = n_rows
+        self._rows = rows
+        self._load = load
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[Any]) -> RecordedRows:
+        """Rows that are nowhere else yet."""
+        return cls(len(rows), rows, None)
+
+    def __len__(self) -> int:
+        return self._n_rows
+
+    @property
+    def in_memory(self) -> bool:
+        return self._rows is not None
+
+    def stored(self, load: Callable[[], npt.NDArray[Any]]) -> None:
+        """Let go of the memory: `load` gives them from now on."""
+        self._load = load  # first: `array` looks for the rows first
+        self._rows = None
+
+    def array(self) -> npt.NDArray[Any]:
+        """The rows. May block for a file; raises what `load` raises."""
+        rows = self._rows
+        if rows is not None:
+            return rows
+        assert self._load is not None  # rows that are in no file are in memory
+        return self._load()
 
 
 def first_row(parent: Turn | None, drop: int = 0) -> int:
@@ -27,11 +64,12 @@ def first_row(parent: Turn | None, drop: int = 0) -> int:
 def routed_rows(path: Sequence[Turn]) -> npt.NDArray[Any] | None:
     """Rows of the whole path, [T - 1, moe_layers, top_k]; None when no turn has any (a dense model).
 
-    Raises NoSample when a turn has none, or another number of rows than its tokens need.
+    Raises NoSample when a turn has none, or another number of rows than its tokens need. May block for files.
     """
     parts: list[npt.NDArray[Any]] = []
     for i, turn in enumerate(path):
-        rows, start = turn.routed_experts, first_row(turn.parent, turn.drop)
+        recorded, start = turn.routed_experts, first_row(turn.parent, turn.drop)
+        rows = recorded.array() if isinstance(recorded, RecordedRows) else recorded
         if rows is None and not parts:
             if any(other.routed_experts is not None for other in path):
                 raise NoSample(f"turn {turn.number} has no routed experts, but others of its path have: sample it anew")

@@ -17,7 +17,7 @@ at most twice what counts plus two segments (and what a record is longer than a 
 segments frees at least as many bytes as it moves.
 
 A new process never appends to an old segment; it reads each up to its first bad frame, since only a torn end can follow
-there. Blocking, for one thread.
+there. Blocking; all but `rows` is for one thread.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoints.frames import frame_of, good_frames
+from checkpoints.frames import body_at, frame_of, good_frames
 from checkpoints.publish import fsync_folder
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import IntegrityError, UserError
+from miles_hpc.core.types import Array
 from miles_hpc.rollout.session.records import (
     FORMAT,
     Record,
     SegmentStarted,
     SessionClosed,
     StoredSession,
+    TurnRecorded,
     decode_record,
     encode_record,
+    without_rows,
 )
 
 __all__ = ["SegmentStore"]
@@ -64,6 +68,15 @@ class _Segment:
         return self.size - self.counting
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """Where a frame stands."""
+
+    segment: int
+    start: int
+    n_bytes: int
+
+
 class SegmentStore:
     """The segments below one folder. `torn_bytes` were cut off their ends when they were read."""
 
@@ -80,6 +93,8 @@ class SegmentStore:
         self._lock = _lock(folder / "lock")
         self._segments: dict[int, _Segment] = {}
         self._places: dict[str, set[int]] = {}  # segments that hold records of a session, open or closed
+        self._rows: dict[str, dict[int, _Frame]] = {}  # of open sessions: turns with routed experts, by number
+        self._deleting = threading.Lock()
         self._fd = -1
         self.torn_bytes = 0
         try:
@@ -105,9 +120,33 @@ class SegmentStore:
         frames = [(record, frame_of(encode_record(record))) for record in records]
         if self._active.size + sum(len(frame) for _, frame in frames) > self._segment_bytes:
             self._begin()
+        start = self._active.size
         self._append(b"".join(frame for _, frame in frames))
         for record, frame in frames:
-            self._count(self._active, record, len(frame))
+            self._count(record, _Frame(self._active.number, start, len(frame)))
+            start += len(frame)
+
+    def rows(self, session: str, number: int) -> Array:
+        """Routed experts of an open session's turn, read from its segment. For any thread.
+
+        Raises IntegrityError when they aren't there or are damaged, OSError.
+        """
+        with self._deleting:  # a record that is moved is where it was, or already where it goes
+            frame = self._rows.get(session, {}).get(number)
+            if frame is None:
+                raise IntegrityError(f"session journal: no routed experts of turn {number} of session {session}")
+            path = self._segments[frame.segment].path
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            body = body_at(memoryview(os.pread(fd, frame.n_bytes, frame.start)), 0)
+        finally:
+            os.close(fd)
+        record = None if body is None else decode_record(body)
+        if not isinstance(record, TurnRecorded) or record.routed_experts is None:
+            raise IntegrityError(
+                f"{path}: the frame at {frame.start} isn't turn {number} of session {session} any more"
+            )
+        return record.routed_experts
 
     def reclaim(self) -> None:
         """Delete what doesn't count, within the module's bound. Raises OSError: then it is tried again later."""
@@ -135,17 +174,18 @@ class SegmentStore:
         for path in sorted(self._folder.glob("*.segment")):
             segment = _Segment(int(path.stem), path, size=path.stat().st_size)
             self._segments[segment.number] = segment
-            for record, n_bytes in self._records(segment):
+            for record, frame in self._records(segment):
                 if record.session:
-                    sessions.setdefault(record.session, StoredSession()).add(record)
-                    self._count(segment, record, n_bytes)
+                    kept = without_rows(record) if isinstance(record, TurnRecorded) else record
+                    sessions.setdefault(record.session, StoredSession()).add(kept)
+                    self._count(record, frame)
         for name, session in sessions.items():
             if session.closed:
                 self._forget(name)
         return {name: session for name, session in sessions.items() if not session.closed}
 
-    def _records(self, segment: _Segment) -> Iterator[tuple[Any, int]]:
-        """(record, bytes of its frame) of the good frames."""
+    def _records(self, segment: _Segment) -> Iterator[tuple[Any, _Frame]]:
+        """The records of the good frames, and where they stand."""
         data = memoryview(segment.path.read_bytes())
         start = 0
         for end, body in good_frames(data):
@@ -155,7 +195,7 @@ class SegmentStore:
                     f"{segment.path}: format {record.format}, expected {FORMAT}: another version wrote it; "
                     "move the folder away to begin without its sessions"
                 )
-            yield record, end - start
+            yield record, _Frame(segment.number, start, end - start)
             start = end
         self.torn_bytes += len(data) - start
 
@@ -194,18 +234,22 @@ class SegmentStore:
     def _sealed(self) -> list[_Segment]:
         return [segment for segment in self._segments.values() if segment is not self._active]
 
-    def _count(self, segment: _Segment, record: Record, n_bytes: int) -> None:
+    def _count(self, record: Record, frame: _Frame) -> None:
         if not record.session:
             return
+        segment = self._segments[frame.segment]
         self._places.setdefault(record.session, set()).add(segment.number)
         if isinstance(record, SessionClosed):
             segment.closed.add(record.session)
             self._forget(record.session)
         else:
-            segment.open_bytes[record.session] = segment.open_bytes.get(record.session, 0) + n_bytes
-            segment.counting += n_bytes
+            segment.open_bytes[record.session] = segment.open_bytes.get(record.session, 0) + frame.n_bytes
+            segment.counting += frame.n_bytes
+            if isinstance(record, TurnRecorded) and record.routed_experts is not None:
+                self._rows.setdefault(record.session, {})[record.number] = frame
 
     def _forget(self, session: str) -> None:
+        self._rows.pop(session, None)
         for number in self._places.get(session, ()):
             segment = self._segments[number]
             segment.counting -= segment.open_bytes.pop(session, 0)
@@ -227,8 +271,9 @@ class SegmentStore:
         self._delete(segment)
 
     def _delete(self, segment: _Segment) -> None:
-        segment.path.unlink(missing_ok=True)
-        del self._segments[segment.number]
+        with self._deleting:
+            segment.path.unlink(missing_ok=True)
+            del self._segments[segment.number]
         for session in [name for name, numbers in self._places.items() if segment.number in numbers]:
             numbers = self._places[session]
             numbers.discard(segment.number)
