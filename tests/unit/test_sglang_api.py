@@ -153,10 +153,15 @@ def test_scores_are_of_the_tokens_that_follow() -> None:
     tokens = np.asarray([4, 5, 6], np.int32)
     entries = [[None, 4, None], [-1.0, 5, None], [-2.0, 6, None]]
     meta = {"finish_reason": {"type": "length"}, "input_token_logprobs": entries}
-    assert parse_scores(json.dumps({"meta_info": meta}).encode(), tokens).tolist() == [-1.0, -2.0]
+    assert parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 50).tolist() == [-1.0, -2.0]
+    assert parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 7).tolist() == [-1.0, -2.0]
+    entries[2][1] = 0  # as SGLang tells the vocabulary's last
+    assert parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 7).tolist() == [-1.0, -2.0]
+    with pytest.raises(IntegrityError):
+        parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 50)
     meta["input_token_logprobs"] = entries[:2]
     with pytest.raises(IntegrityError, match="2 scored tokens: expected 3"):
-        parse_scores(json.dumps({"meta_info": meta}).encode(), tokens)
+        parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 50)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=6))

@@ -191,12 +191,17 @@ def parse_generation(
     )
 
 
-def parse_scores(data: bytes, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+def parse_scores(data: bytes, tokens: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.float32]:
     """Log-probs of tokens[1:], float32. Raises IntegrityError."""
     entries = _decode(data).meta_info.input_token_logprobs or []
     if len(entries) != len(tokens):
         raise IntegrityError(f"{len(entries)} scored tokens: expected {len(tokens)}")
-    return _log_probs(entries[1:], tokens[1:].tolist())
+    # The vocabulary's last token is told as 0 (SGLang clips what could be an image's hash, one too many); its log-prob
+    # is right.
+    told = np.where(tokens == vocab_size - 1, 0, tokens)
+    if any(entry[1] == vocab_size - 1 for entry in entries):
+        told = tokens
+    return _log_probs(entries[1:], told[1:].tolist())
 
 
 def _log_probs(entries: Sequence[tuple[float | None, int, Any]] | None, ids: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -129,7 +129,7 @@ class SglangClient:
 
     async def update_from_disk(self, folder: str, deadline_s: float) -> None:
         """Load a checkpoint folder."""
-        body = {"model_path": folder, "flush_cache": False, "abort_all_requests": False}
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
         await self._control("/update_weights_from_disk", body, deadline_s)
 
     async def join_update_group(

@@ -60,6 +60,7 @@ _POLL_S = 0.25
 _CONTROL_S = 60.0  # one control call that moves no weights
 _ABORT_AGAIN_S = 0.5  # an abort that came before its request had arrived there did nothing
 _ABORT_S = 20.0
+_LAST_RESORT_S = 3600.0
 _WATCH_EVERY_S = 5.0
 _HEALTH_S = 20.0
 _HEALTH_FAILURES = 3
@@ -215,7 +216,8 @@ class SglangEngine(RolloutEngine):
         deadline_s: float,
     ) -> Generation:
         """Ask, and ask on where an update ended what was under way."""
-        deadline = Deadline(deadline_s + _ABORT_S, f"engine {self.name}: {request.request_id}")
+        # `generate` looks after the request's own deadline; an update may hold the answer back for longer.
+        deadline = Deadline(deadline_s + _LAST_RESORT_S, f"engine {self.name}: {request.request_id}")
         limit = min(sampling.max_new_tokens, self._max_length - len(input_ids))
         parts = Parts()
         for number in range(1_000_000):
@@ -261,11 +263,17 @@ class SglangEngine(RolloutEngine):
         return data
 
     async def _end(self, request: Request, task: asyncio.Future[Generation]) -> None:
-        """Abort until it answers; an abort that overtook its request did nothing."""
+        """Abort until it answers; an abort that overtook its request did nothing. During an update nothing answers."""
         request.aborted = True
         deadline = Deadline(_ABORT_S, f"engine {self.name}: {request.request_id} was aborted and didn't answer")
         while not task.done():
-            deadline.check()
+            if not self._may_start.is_set():
+                await asyncio.wait({task, asyncio.ensure_future(self._may_start.wait())}, return_when="FIRST_COMPLETED")
+                deadline = Deadline(_ABORT_S, deadline.what)
+                continue
+            if deadline.expired:
+                task.cancel()
+                raise deadline.error()
             try:
                 await self._client.abort(request.rid, deadline.remaining_s)
             except EngineRefused:
@@ -300,7 +308,7 @@ class SglangEngine(RolloutEngine):
 
         async def one(number: int) -> npt.NDArray[np.float32]:
             body = score_request(f"score.{self._scores}.{number}", tokens[number])
-            return parse_scores(await self._client.generate(body, deadline), tokens[number])
+            return parse_scores(await self._client.generate(body, deadline), tokens[number], self._shape.vocab_size)
 
         return np.stack(await asyncio.gather(*(one(i) for i in range(len(tokens)))))
 
