@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_hpc.rollout.session.settings import SessionLimits
-from tests.fakes.session_service import Served, check_samples, serving
+from tests.fakes.session_service import Served, check_samples, play
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -20,15 +19,6 @@ CALL = '<tool_call>{"name": "run", "arguments": {"command": "ls", "n": 2.0}}</to
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "d", "parameters": PARAMETERS}}]
 ANTHROPIC_TOOLS = [{"name": "run", "description": "d", "input_schema": PARAMETERS}]
-Scenario = Callable[[Served], Awaitable[None]]
-
-
-def play(folder: Path, scenario: Scenario, **options: Any) -> None:
-    async def run() -> None:
-        async with serving(folder, **options) as served:
-            await scenario(served)
-
-    asyncio.run(asyncio.wait_for(run(), 100))
 
 
 def openai_client(session: tuple[str, dict[str, str]], **more: Any) -> Any:

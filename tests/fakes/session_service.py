@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from miles_hpc.rollout.session.tokenizer import ChatTokenizer
 from tests.fakes.scripted_engines import V1, EngineWorld, engine_world, write_config
 from tools.fuzz_session.templates import style_template
 
-__all__ = ["Answers", "Served", "check_samples", "serving"]
+__all__ = ["Answers", "Scenario", "Served", "check_samples", "play", "serving", "until"]
 
 TOKEN = "the-servers-own"
 
@@ -133,3 +134,23 @@ async def serving(
         await runner.cleanup()
         await gateway.close()
         await journal.close()
+
+
+Scenario = Callable[[Served], Awaitable[None]]
+
+
+def play(folder: Path, scenario: Scenario, **options: Any) -> None:
+    """A scenario against a server of its own, within a minute and a half."""
+
+    async def run() -> None:
+        async with serving(folder, **options) as served:
+            await scenario(served)
+
+    asyncio.run(asyncio.wait_for(run(), 100))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait for something that has no event of its own."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -9,31 +9,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.frames import body_at, frame_of, good_frames
+from checkpoints.frames import frame_of
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import IntegrityError, UserError
-from miles_hpc.core.types import FinishReason
 from miles_hpc.rollout.session import journal as journal_module
 from miles_hpc.rollout.session import segments
 from miles_hpc.rollout.session.core import Session
 from miles_hpc.rollout.session.errors import NotStored
-from miles_hpc.rollout.session.history import LinearHistory, TreeHistory
 from miles_hpc.rollout.session.journal import SessionJournal
-from miles_hpc.rollout.session.matching import load_matcher
 from miles_hpc.rollout.session.records import (
     Record,
     SegmentStarted,
     SessionClosed,
-    SessionOpened,
     StoredSession,
     TurnRecorded,
-    decode_record,
     encode_record,
     record_of,
     replay,
@@ -43,117 +37,11 @@ from miles_hpc.rollout.session.routed_rows import RecordedRows
 from miles_hpc.rollout.session.segments import SegmentStore
 from miles_hpc.rollout.session.settings import SessionSettings
 from tests.exploring import examples
-from tests.fakes.session import END, OneTokenTemplate, generation, play, said
-
-
-def opened(session: str, **changes: Any) -> SessionOpened:
-    chosen = msgspec.json.encode(SessionSettings(**changes))
-    return SessionOpened(session=session, token_digest=b"d" * 32, settings=chosen, opened_s=1.5)
-
-
-def linear() -> LinearHistory:
-    return LinearHistory(load_matcher("strict"))
-
-
-def tree() -> TreeHistory:
-    return TreeHistory(load_matcher("strict"))
-
-
-def a_session(kind: str) -> Session:
-    """Turns with a rollback or branches, a cut turn, tools, routed experts and a number that MessagePack can't hold."""
-    session = Session(OneTokenTemplate(), linear() if kind == "linear" else tree())
-    tools = [{"type": "function", "function": {"name": "f", "x": 10**30}}]
-    talk = [said("u1")]
-    play(session, talk, "a1", tools=tools)
-    talk += [said("a1", "assistant"), said("u2")]
-    rows = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
-    prepared = session.prepare(talk, tools)
-    session.commit(prepared, generation([100, 101, 3], routed_experts=rows), said("a2", "assistant"))
-    play(session, [*talk, said("a2", "assistant"), said("u3é")], "a3", [100, 2], tools=tools)
-    play(session, [*talk, said("a2", "assistant"), said("u4")], "a4", [7], FinishReason.LENGTH, tools=tools)
-    return session
-
-
-def rows_of(turn: Any) -> Any:
-    rows = turn.routed_experts.array() if isinstance(turn.routed_experts, RecordedRows) else turn.routed_experts
-    return None if rows is None else (rows.dtype, rows.tolist())
-
-
-def facts(session_or_history: Any) -> list[Any]:
-    """All that is recorded, comparable."""
-    history = getattr(session_or_history, "history", session_or_history)
-    return [
-        (
-            turn.number,
-            -1 if turn.parent is None else turn.parent.number,
-            turn.messages,
-            turn.tools,
-            turn.drop,
-            turn.new_ids.tolist(),
-            turn.output_ids.tolist(),
-            turn.log_probs.tolist(),
-            turn.versions,
-            turn.finish_reason,
-            turn.ended,
-            rows_of(turn),
-            turn.n_tokens,
-        )
-        for turn in history.turns()
-    ]
+from tests.fakes.session_records import a_session, facts, opened, tree
 
 
 def written(store: SegmentStore, session: Session, name: str) -> None:
     store.write([opened(name), *(record_of(name, turn) for turn in session.history.turns())])
-
-
-# ------------------------------------------------------------------------------------------------ frames, records
-
-
-def test_frames() -> None:
-    data = frame_of(b"a") + frame_of(b"bc")
-    assert [(end, bytes(body)) for end, body in good_frames(memoryview(data))] == [(9, b"a"), (19, b"bc")]
-    for position in range(len(data)):
-        bent = bytearray(data)
-        bent[position] ^= 1
-        assert len(list(good_frames(memoryview(bent)))) == (0 if position < 9 else 1)
-    assert body_at(memoryview(bytes(8)), 0) is None  # a hole that a file system left
-
-
-@pytest.mark.parametrize("kind", ["linear", "tree"])
-def test_turns_come_back_as_they_were(kind: str) -> None:
-    session = a_session(kind)
-    all_turns = session.history.turns()
-    if kind == "linear":  # what was replaced is in the journal as well
-        assert [turn.number for turn in all_turns] == [0, 1, 3]
-        all_turns = a_session("tree").history.turns()
-    records = {turn.number: decode_record(encode_record(record_of("s", turn))) for turn in all_turns}
-    history = linear() if kind == "linear" else tree()
-    assert replay(records, history) == 4
-    assert facts(history) == facts(session)
-    assert history.next_number == session.history.next_number
-    with pytest.raises(ValueError, match="read-only"):
-        history.turns()[0].output_ids[0] = 5
-
-
-def test_turns_behind_a_missing_one_are_left_out() -> None:
-    turns = a_session("tree").history.turns()
-    records = {turn.number: record_of("s", turn) for turn in turns if turn.number != 2}
-    history = tree()
-    assert replay(records, history) == 2
-    assert facts(history) == facts(a_session("tree"))[:2]
-    twice = {0: record_of("s", turns[0]), 1: msgspec.structs.replace(record_of("s", turns[0]), number=1)}
-    with pytest.raises(IntegrityError, match="turn 1 of session s"):
-        replay(twice, LinearHistory(load_matcher("strict"), max_rollback=0))
-
-
-def test_what_is_no_record_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="good CRC"):
-        decode_record(b"\x80")
-    with pytest.raises(IntegrityError, match="without its opening record"):
-        StoredSession().settings  # noqa: B018
-    strange = msgspec.structs.replace(opened("s"), settings=b'{"colour": 1}')
-    with pytest.raises(IntegrityError, match="settings of s"):
-        StoredSession(opened=strange).settings  # noqa: B018
 
 
 # ------------------------------------------------------------------------------------------------ segments
@@ -414,15 +302,3 @@ def test_storage_that_never_takes_it_does_not_keep_the_end(tmp_path: Path, monke
     asyncio.run(run())
     disk.full = False
     assert reread(tmp_path) == {}
-
-
-def test_the_sampled_tokens_are_what_comes_back() -> None:
-    """One token for END and a float that float32 can't hold exactly: bytes, not numbers, are kept."""
-    session = Session(OneTokenTemplate(), linear())
-    prepared = session.prepare([said("u")])
-    log_probs = np.asarray([-0.1, -1e-30], np.float32)
-    session.commit(prepared, generation([5, END], log_probs=log_probs), said("a", "assistant"))
-    record = decode_record(encode_record(record_of("s", session.history.turns()[0])))
-    history = linear()
-    replay({0: record}, history)
-    assert history.turns()[0].log_probs.tobytes() == log_probs.tobytes()
