@@ -331,12 +331,21 @@ class SessionEngines(Message, frozen=True, kw_only=True):
 
 
 class SessionServerStatus(Message, frozen=True, kw_only=True):
-    """`engines` are those in use at the moment; `trouble` says why the journal can't be written, "" when it can."""
+    """`engines` are those in use at the moment; `trouble` says why the journal can't be written, "" when it can.
+
+    `load_imbalance` is the largest number of active tokens of an engine over the mean. Of all prompt tokens,
+    `prefix_hit_rate` came from engines' caches, and `prefix_bound` would have from engines that forget nothing; None
+    before there were any.
+    """
 
     sessions: int
     in_flight: int
     engines: tuple[str, ...]
     trouble: str = ""
+    moved: int = 0  # sessions that went on with another engine
+    load_imbalance: float = 1.0
+    prefix_hit_rate: float | None = None
+    prefix_bound: float | None = None
 
 
 # ---------------------------------------------------------------------------------------------- weights

@@ -87,7 +87,11 @@ def test_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
                 talk += [await chat(http, node.url + path, headers, talk), said("go on")]
             (sample,) = await samples_of(http, node.url + path, headers)
         assert check_drift([sample], Drifting(node.tokenizer)) == 3
-        assert (await node.tell(agent)).sessions == 1
+        status = await node.tell(agent)
+        assert (status.sessions, status.moved, status.load_imbalance) == (1, 0, 1.0)
+        assert status.prefix_hit_rate is not None and status.prefix_bound is not None
+        # All but the last token of what was there before: an engine has to compute one to go on.
+        assert 0.5 < status.prefix_hit_rate <= status.prefix_bound
         await agent.close()
         assert node.server is not None
         node.server.terminate()
@@ -130,7 +134,7 @@ def test_engines_come_and_go_as_the_agent_lists_them(tmp_path: Path) -> None:
             for (path, headers), talk in zip(sessions, talks, strict=True):
                 await chat(http, node.url + path, headers, talk)
                 assert check_drift(await samples_of(http, node.url + path, headers), Drifting(node.tokenizer)) == 2
-        await node.ready(agent, "e1")
+        assert (await node.ready(agent, "e1")).moved > 0
         await node.start_engine("e0")  # again, at another address
         assert node.engines["e0"][1] != address
         await node.ready(agent, "e0", "e1")

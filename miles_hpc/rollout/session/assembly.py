@@ -94,11 +94,16 @@ class SessionService:
 
     def status(self) -> SessionServerStatus:
         """For the agent."""
+        routing = self.gateway.stats()
         return SessionServerStatus(
             sessions=len(self._book),
             in_flight=self._book.n_in_flight,
             engines=self.gateway.engines,
             trouble=self._journal.trouble,
+            moved=routing.moved,
+            load_imbalance=routing.load_imbalance,
+            prefix_hit_rate=routing.prefix_hit_rate,
+            prefix_bound=routing.prefix_bound,
         )
 
     async def start(self, listening: socket.socket) -> None:
