@@ -274,13 +274,15 @@ def test_what_an_anthropic_client_sends_back_is_what_was_recorded() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 256, 1000])
 def test_anthropic_events(length: int) -> None:
-    turn = answer(ASSISTANT | {"content": "é" * length})
+    turn = answer(ASSISTANT | {"content": "é" * length}, session={"turn": 3})
     whole = anthropic_api.message(turn)
+    assert whole["session"] == {"turn": 3}
     found = events(list(anthropic_api.message_events(turn)))
     names = [name for name, _ in found]
     assert all(name == data["type"] for name, data in found)
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
     assert found[0][1]["message"]["content"] == [] and found[0][1]["message"]["stop_reason"] is None
+    assert found[-2][1]["session"] == {"turn": 3}
     assert found[-2][1]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
     blocks: list[dict[str, Any]] = []
     for name, data in found[1:-2]:

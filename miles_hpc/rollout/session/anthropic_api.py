@@ -198,7 +198,8 @@ def message_events(answer: Answer) -> Iterator[bytes]:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
     ended = {"stop_reason": _stop(answer), "stop_sequence": None}
-    yield _event("message_delta", delta=ended, usage={"output_tokens": usage["output_tokens"]})
+    note = {} if answer.session is None else {"session": dict(answer.session)}
+    yield _event("message_delta", delta=ended, usage={"output_tokens": usage["output_tokens"]}, **note)
     yield _event("message_stop")
 
 
