@@ -18,9 +18,7 @@ A journal position, an "offset", is the number of bytes of good frames before it
 from __future__ import annotations
 
 import os
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any, Self
 
 import msgspec
 
+from checkpoints.frames import HEADER_BYTES, body_at, frame_of
 from checkpoints.publish import fsync_folder
 
 __all__ = [
@@ -50,10 +49,6 @@ __all__ = [
     "read_journal",
     "read_journals",
 ]
-
-#: No append of this project comes near it; a length above it is damage, not data.
-MAX_BODY_BYTES = 1 << 28
-_HEADER = struct.Struct("<II")
 
 
 class JournalCorrupt(ValueError):
@@ -181,11 +176,7 @@ def journal_path(folder: Path, term: int) -> Path:
 
 def encode_frame(records: tuple[Record, ...]) -> bytes:
     """One frame of these records."""
-    body = _encoder.encode(records)
-    if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"journal: one append of {len(body)} bytes; at most {MAX_BODY_BYTES} are allowed")
-    length = len(body).to_bytes(4, "little")
-    return length + zlib.crc32(body, zlib.crc32(length)).to_bytes(4, "little") + body
+    return frame_of(_encoder.encode(records))
 
 
 class JournalWriter:
@@ -301,26 +292,14 @@ class JournalRead:
         return (entry.record for entry in self.entries)
 
 
-def _body_at(data: memoryview, offset: int) -> memoryview | None:
-    """The body of a good frame at `offset`, or None."""
-    if offset + _HEADER.size > len(data):
-        return None
-    length, crc = _HEADER.unpack_from(data, offset)
-    start = offset + _HEADER.size
-    if length == 0 or length > MAX_BODY_BYTES or start + length > len(data):
-        return None
-    body = data[start : start + length]
-    return body if zlib.crc32(body, zlib.crc32(data[offset : offset + 4])) == crc else None
-
-
 def read_journal(path: Path) -> JournalRead:
     """Read one term's journal; a torn end is cut off. Raises JournalCorrupt and OSError."""
     term = int(path.stem.removeprefix("t"))
     data = memoryview(path.read_bytes())
     entries: list[Entry] = []
     offset = 0
-    while (body := _body_at(data, offset)) is not None:
-        end = offset + _HEADER.size + len(body)
+    while (body := body_at(data, offset)) is not None:
+        end = offset + HEADER_BYTES + len(body)
         try:
             records = _decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -328,7 +307,7 @@ def read_journal(path: Path) -> JournalRead:
         entries.extend(Entry(record, end) for record in records)
         offset = end
     for later in range(offset + 1, len(data)):
-        if _body_at(data, later) is not None:
+        if body_at(data, later) is not None:
             raise JournalCorrupt(
                 f"journal {path}: bad frame at {offset}, yet a good one at {later}: this is damage, not a torn end;"
                 " restore the file or continue in a new run directory"

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import os
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launchers.ending import end_soon, end_with_parent
 from miles_hpc.core import exits
 from miles_hpc.core.errors import UserError
 
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
     from miles_hpc.core.paths import RunPaths
     from miles_hpc.core.site import SiteConfig
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_CHECK_S = 1.0
-_LAST_RESORT_S = 10.0
 _AGENT_ASKS_S = 10.0  # the agent looks after its engines every few seconds, also when there is nothing to generate
 
 
@@ -44,7 +41,7 @@ def main() -> int:
     parser.add_argument("--address-file", required=True, type=Path)
     args = parser.parse_args()
     parent = os.getppid()
-    _end_with_parent(parent)
+    end_with_parent(parent)
 
     from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
@@ -118,7 +115,7 @@ async def _serve(args: argparse.Namespace, run: RunConfig, site: SiteConfig, pat
         if served and quiet * _PARENT_CHECK_S > run.control.lease_s + _AGENT_ASKS_S:
             print(f"engine {args.name}: no word of its agent for {quiet} checks, more than its lease", file=sys.stderr)
             break
-    _end_soon()
+    end_soon()
     await listener.close()
     await engine.close()
     return 0
@@ -129,20 +126,6 @@ def _model_path(run: RunConfig, paths: RunPaths) -> Path:
     if (paths.model / "config.json").is_file() or not run.model.path:
         return paths.model
     return Path(run.model.path)
-
-
-def _end_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGTERM when the parent dies (prctl(2)), and notice a death that came before."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _end_soon() -> None:
-    """A device that hangs must not keep the process: end hard if closing takes too long."""
-    timer = threading.Timer(_LAST_RESORT_S, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ __all__ = [
     "PythonConfig",
     "RolloutConfig",
     "RunConfig",
+    "SessionsConfig",
     "SftConfig",
     "SglangConfig",
     "SiteConfig",
@@ -120,6 +121,29 @@ class SglangConfig(Section, frozen=True, kw_only=True):
     pause_generation_mode: Literal["in_place", "abort"] = "in_place"  # what a weight update does to requests under way
     check_weights: bool = True  # compare all live parameters with what was sent, in each update
     args: dict[str, Any] = {}  # more of its server's arguments, by their names without dashes
+
+
+class SessionsConfig(Section, frozen=True, kw_only=True):
+    """The session server of a rollout node: what agent programs from outside talk to. Bounds are per server.
+
+    A session's prompt and answer together have at most rollout.max_trajectory_tokens.
+    """
+
+    history: Literal["linear", "tree"] = "linear"  # of sessions that don't say; so are the next four
+    max_rollback: int = 1  # linear: assistant turns that one request may take back
+    matcher: str = "strict"  # strict | loose_tool_call | role_content_only | a registered name or dotted path
+    tool_parser: str = "none"  # how the model writes tool calls: hermes, qwen3_coder, ..., or a dotted path
+    chat_family: str = "default"  # what the model's chat template needs beyond its files
+    max_sessions: int = 4096
+    max_in_flight: int = 16  # requests of one session
+    max_messages: int = 4096  # of one request
+    max_body_bytes: int = 64 << 20  # of one request
+    max_session_tokens: int = 4 << 20  # recorded over all branches of a session
+    max_turns: int = 1024  # recorded over all branches of a session with history tree
+    ttl_s: float = 14_400.0  # a session without requests is closed after so long
+    request_deadline_s: float = 600.0
+    journal_segment_bytes: int = 64 << 20
+    journal_fsync: bool = False  # what was answered survives the node's end, not only the server's; slower
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -234,6 +258,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     environment: EnvironmentConfig = EnvironmentConfig()
     sft: SftConfig = SftConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sessions: SessionsConfig = SessionsConfig()
     sglang: SglangConfig = SglangConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

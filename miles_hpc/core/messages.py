@@ -6,6 +6,8 @@
     trainer rank 0 -> controller CheckpointWritten
     rollout host -> trainer      FetchPieces            (weights, pulled piece by piece)
     rollout host -> engine       EngineInfo Generate AbortGeneration EngineSync ScoreTokens
+    session server -> engine     EngineInfo Generate AbortGeneration EndSession
+    rollout host -> session srv. SessionEngines Shutdown
     rollout host -> sandbox host SandboxCreate SandboxExec SandboxDestroy
     agent -> controller          Heartbeat ChildEvent
     controller -> supervisor     RestartHost RestartRole RunEnded
@@ -305,6 +307,45 @@ class EngineSync(Message, frozen=True, kw_only=True):
     source: str
     plan_digest: bytes
     deadline_s: float
+
+
+# ---------------------------------------------------------------------------------------------- session server
+
+
+class SessionEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of this node and where it listens. With version None nothing is sent to it."""
+
+    name: str
+    address: str
+    version: WeightVersion | None
+
+
+class SessionEngines(Message, frozen=True, kw_only=True):
+    """All engines that a session server may use, from its agent; those that aren't listed are let go.
+
+    The same list again changes nothing, so it is also how an agent says that it is there: a server that was told
+    once and then hears nothing for longer than the lease ends itself. Reply: SessionServerStatus.
+    """
+
+    engines: tuple[SessionEngine, ...]
+
+
+class SessionServerStatus(Message, frozen=True, kw_only=True):
+    """`engines` are those in use at the moment; `trouble` says why the journal can't be written, "" when it can.
+
+    `load_imbalance` is the largest number of active tokens of an engine over the mean. Of all prompt tokens,
+    `prefix_hit_rate` came from engines' caches, and `prefix_bound` would have from engines that forget nothing; None
+    before there were any.
+    """
+
+    sessions: int
+    in_flight: int
+    engines: tuple[str, ...]
+    trouble: str = ""
+    moved: int = 0  # sessions that went on with another engine
+    load_imbalance: float = 1.0
+    prefix_hit_rate: float | None = None
+    prefix_bound: float | None = None
 
 
 # ---------------------------------------------------------------------------------------------- weights

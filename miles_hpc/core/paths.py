@@ -119,6 +119,10 @@ class RunPaths:
     def sessions(self) -> Path:
         return self.root / "sessions"
 
+    def session_journal(self, server: str) -> Path:
+        """Segments of one session server, which outlive it; mode 0700."""
+        return self.sessions / server
+
     @property
     def routing(self) -> Path:
         return self.root / "routing"

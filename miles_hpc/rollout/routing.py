@@ -16,6 +16,7 @@ an engine that got many of them would get even more. Only engines with the curre
 | an engine joins | nobody; new sessions find it empty and go there |
 | an engine falls behind the current weights | nobody; it gets no new sessions |
 | an engine is lost | its sessions and no others, longest first, each to the engine with the least active tokens |
+| an engine failed one request (`move`) | that request's session |
 
 **Why not rendezvous hashing with bounded load** as the base. Its promise is that a router without a table finds the
 same engine again. That holds for sessions that got their first choice only; a bound that is tight enough for an even
@@ -30,11 +31,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from miles_hpc.core.errors import MilesError, ProtocolError, UserError
 from miles_hpc.core.types import WeightVersion
+from miles_hpc.rollout.routing_stats import RoutingStats, load_imbalance
 
 __all__ = ["Moved", "NoRoute", "Route", "RoutingStats", "SessionRouter", "load_imbalance", "rendezvous_order"]
 
@@ -65,33 +67,6 @@ class Moved:
     key: str
     source: str | None
     target: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingStats:
-    """What the router did so far; rates are None before there is something to divide by.
-
-    `prefix_bound` is 1 - new tokens / prompt tokens: the hit rate of engines that forget nothing. It counts a
-    session's own prefix only, so prompts that sessions share can lift `prefix_hit_rate` above it.
-    """
-
-    engines: int
-    sessions: int
-    busy: int
-    active_tokens: int
-    load_imbalance: float
-    prefix_hit_rate: float | None
-    prefix_bound: float | None
-    hit_share_of_bound: float | None
-    moved: int
-    evicted: int
-
-
-def load_imbalance(active_tokens: Iterable[int]) -> float:
-    """Largest load over mean load; 1.0 is even, also when nothing is active."""
-    loads = list(active_tokens)
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
 
 
 def rendezvous_order(key: str, engines: Iterable[str]) -> list[str]:
@@ -194,6 +169,24 @@ class SessionRouter:
             moved.append(Moved(session.key, engine, session.engine.name if session.engine is not None else None))
         return tuple(moved)
 
+    def move(self, key: str, avoid: Collection[str]) -> Moved | None:
+        """Send a session elsewhere: engines to `avoid` failed its request. Others stay where they are.
+
+        None when the session isn't on one of these. Raises NoRoute, and changes nothing, when all others that could
+        take it are to be avoided as well.
+        """
+        session = self._sessions.get(key)
+        engine = session.engine if session is not None else None
+        if session is None or engine is None or engine.name not in avoid:
+            return None
+        target = self._least_active(key, avoid)
+        engine.active_tokens -= session.tokens
+        del engine.sessions[key]
+        session.rebuild = True
+        self._bind(session, target)
+        self._moved += 1
+        return Moved(key, engine.name, target.name)
+
     def set_current(self, version: WeightVersion) -> None:
         """From now on new sessions go only to engines that hold these weights. Raises UserError for older ones."""
         if version < self._current:
@@ -207,6 +200,11 @@ class SessionRouter:
             raise UserError(f"weights {version} of engine '{engine}': it isn't in; expected {self._names()}")
         entry.version = version
         return self._place_waiting()
+
+    @property
+    def current(self) -> WeightVersion:
+        """The weights that new sessions need."""
+        return self._current
 
     def engines(self) -> dict[str, int]:
         """Active tokens by engine."""
@@ -323,19 +321,19 @@ class SessionRouter:
     def _names(self) -> str:
         return ", ".join(sorted(self._engines)) or "one that joined"
 
-    def _least_active(self, key: str) -> _Engine:
+    def _least_active(self, key: str, avoid: Collection[str] = ()) -> _Engine:
         growth = self.growth_tokens
         least: list[_Engine] = []
         least_load = float("inf")
         for entry in self._engines.values():
             load = entry.active_tokens + growth * len(entry.sessions)
-            if entry.version >= self._current and load <= least_load:
+            if entry.version >= self._current and load <= least_load and entry.name not in avoid:
                 least = [*least, entry] if load == least_load else [entry]
                 least_load = load
         if not least:
             raise NoRoute(
-                f"session '{key}': none of {len(self._engines)} engines holds weights {self._current}; "
-                "wait for an engine to be updated or to join"
+                f"session '{key}': none of {len(self._engines)} engines holds weights {self._current}"
+                f"{' and is left to try' if avoid else ''}; wait for an engine to be updated or to join"
             )
         return least[0] if len(least) == 1 else max(least, key=lambda e: (_score(key, e.name), e.name))
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles_hpc.cluster.site import data_folder
 from miles_hpc.control.auth import new_secret
 from miles_hpc.control.opening import open_transport
 from miles_hpc.core.errors import FencedError, MilesError, RemoteError
+from miles_hpc.core.load import load_site, resolved_toml
 from miles_hpc.core.messages import SandboxStatus, Shutdown
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.transport import Credentials, PeerIdentity, Transport
@@ -53,6 +55,7 @@ class Run:
         self.paths = RunPaths(folder)
         save_config("moe", self.paths.model)
         self.paths.resolved_toml.write_text(RUN.format(path=self.paths.model, engine=engine))
+        self.paths.site_toml.write_text(resolved_toml(load_site("laptop", [data_folder("site_configs")])))
         self.secret = new_secret()
         self.paths.secret.touch(mode=0o600)
         self.paths.secret.write_bytes(self.secret)

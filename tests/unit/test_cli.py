@@ -284,7 +284,19 @@ def test_interrupts_and_debugging(here: Path, monkeypatch: pytest.MonkeyPatch) -
         main(["sites", "show", "nope"])
 
 
-HEAVY = ("torch", "mpi4py", "transformers", "numpy", "jinja2", "rich", "zarr", "h5py", "matplotlib", "tokenizers")
+HEAVY = (
+    "torch",
+    "mpi4py",
+    "transformers",
+    "numpy",
+    "jinja2",
+    "rich",
+    "zarr",
+    "h5py",
+    "matplotlib",
+    "tokenizers",
+    "aiohttp",
+)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"], ["--version"]])

@@ -213,11 +213,20 @@ def test_a_tree_finds_what_a_search_through_all_paths_finds(steps: list[tuple[in
 
 def test_statuses() -> None:
     assert {c.__name__: c.status for c in SessionError.__subclasses__()} == {
+        "BadRequest": 400,
         "BadHistory": 400,
+        "Unauthorized": 401,
         "SessionGone": 404,
         "CannotExtend": 409,
+        "TooLarge": 413,
         "NoSample": 422,
+        "TooMany": 429,
         "BrokenInvariant": 500,
         "MatcherFailed": 500,
+        "ParserFailed": 500,
         "BadGeneration": 502,
+        "EngineFailure": 502,
+        "NoEngine": 503,
+        "NotStored": 503,
+        "OutOfTime": 504,
     }

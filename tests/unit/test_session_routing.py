@@ -173,6 +173,25 @@ def test_a_change_of_engines_moves_one_share_at_most(n: int, sessions: int, toke
     assert all(m.target is not None for m in moved)
 
 
+def test_a_session_whose_request_failed_moves_alone() -> None:
+    router = router_of(3)
+    for key in "abcdef":
+        serve(router, key, 10)
+    here = router.engine_of("a")
+    assert here is not None
+    others = {key: router.engine_of(key) for key in "bcdef"}
+    assert router.move("a", []) is None and router.move("nobody", [here]) is None
+    moved = router.move("a", [here])
+    assert moved is not None and (moved.key, moved.source) == ("a", here) and moved.target != here
+    assert router.engine_of("a") == moved.target
+    assert {key: router.engine_of(key) for key in "bcdef"} == others
+    assert sum(router.engines().values()) == 60 and router.stats().moved == 1
+    assert ask(router, "a", 10, 0).rebuild
+    with pytest.raises(NoRoute, match="left to try"):
+        router.move("a", ["e0", "e1", "e2"])
+    assert router.engine_of("a") == moved.target
+
+
 def test_long_sessions_of_a_lost_engine_choose_first() -> None:
     router = router_of(1)
     for key, tokens in (("short", 10), ("middle", 20), ("long", 100)):

@@ -110,8 +110,11 @@ class HuggingFaceTemplate:
         self._tokenizer = tokenizer
         self._family = family
         self._variables = {**(variables or {}), **family.variables}
-        self._trims = frozenset(self._token(text) for text in family.trims)
+        trims = [self._token(text) for text in family.trims]
+        self._trims = frozenset(trims)
         self._stops = self._trims | set(tokenizer.stop_ids)
+        #: Tokens that end an assistant turn: what an engine stops at.
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.stop_ids, *trims]))
         self._spoken: set[str] = set()  # roles that the template renders after an assistant turn
         self._tools_seen: tuple[Tools, Tools, str] | None = None  # as sent, cleaned, synthetic prefix rendered
 
