@@ -13,6 +13,7 @@ __all__ = ["names", "resolve"]
 
 # What ships with the project; also found when it runs from a source tree whose metadata is older.
 _BUILTIN = {
+    "environment:math": "miles_hpc.rollout.environments.math:MathEnvironment",
     "environment:shell": "miles_hpc.rollout.environments.shell:ShellEnvironment",
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",

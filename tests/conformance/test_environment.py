@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,19 @@ from miles_hpc.rollout.environments.base import Environment, Episode, Turn
 from miles_hpc.rollout.sandbox import LocalSandboxes
 from miles_hpc.rollout.sandbox_host import SandboxHost
 
-ENVIRONMENTS = {"shell-short": ("shell", {}), "shell-natural": ("shell", {"style": "natural"})}
+DATA = Path(__file__).parents[1] / "data"
+QUESTIONS = {
+    "prompt_data": str(DATA / "questions.jsonl"),
+    "rm_type": "math",
+    "solution_key": "solution",
+    "eval_share": 0.3,
+    "demo_share": 0.3,
+}
+ENVIRONMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "math": ("math", QUESTIONS),
+    "shell-natural": ("shell", {"style": "natural"}),
+    "shell-short": ("shell", {}),
+}
 SPLITS = ("train", "eval", "demo")
 
 
@@ -106,7 +120,8 @@ def test_episodes_of_one_prompt_do_not_meet(environment: Environment) -> None:
         prompt = environment.prompt(1, split="train")
         one = environment.start(prompt, sandboxes, episode_id="one", seed=1)
         two = environment.start(prompt, sandboxes, episode_id="two", seed=2)
-        await one.step("touch mine")
+        if (await one.step("touch mine")).done:
+            return  # one turn, and nothing that could meet
         assert "mine" not in (await two.step("ls")).messages[0].content
         assert "mine" in (await one.step("ls")).messages[0].content
         await one.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from miles_hpc.core.messages import SandboxResult
 from miles_hpc.core.types import ChatMessage, Prompt
@@ -58,13 +58,20 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """A family of tasks."""
+    """A family of tasks. Made from `environment.options` of the run file; bad ones raise UserError."""
 
     name: str
+    #: Options that are paths: submit makes them absolute, because roles start in other folders.
+    path_options: ClassVar[tuple[str, ...]] = ()
+    #: What a user should know before the run starts, a line each; submit shows them.
+    warnings: tuple[str, ...] = ()
 
     @abstractmethod
     def prompt(self, seed: int, *, split: str) -> Prompt:
-        """The task of this seed; pure. `split` is train, eval or demo; equal seeds of two splits share no task."""
+        """The task of this seed; pure. `split` is train, eval or demo; equal seeds of two splits share no task.
+
+        Raises UserError for a split that has no tasks.
+        """
 
     @abstractmethod
     def start(self, prompt: Prompt, sandboxes: Sandboxes, *, episode_id: str, seed: int) -> Episode:
