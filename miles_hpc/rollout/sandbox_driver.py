@@ -103,4 +103,5 @@ class Sandbox:
         self.limit = 0
         self.overflow = False
         self.destroyed = False
+        self.anew = False  # it was started again, and nobody has been told
         self.used = time.monotonic()
