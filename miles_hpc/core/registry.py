@@ -15,6 +15,7 @@ __all__ = ["names", "resolve"]
 _BUILTIN = {
     "environment:math": "miles_hpc.rollout.environments.math:MathEnvironment",
     "environment:shell": "miles_hpc.rollout.environments.shell:ShellEnvironment",
+    "environment:terminal": "miles_hpc.rollout.environments.terminal:TerminalEnvironment",
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",
     "backend:fsdp": "miles_hpc.trainer.fsdp:FsdpBackend",
