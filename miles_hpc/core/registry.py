@@ -31,6 +31,14 @@ _BUILTIN = {
     "reward:gpqa": "miles_hpc.rollout.reward.rules:gpqa",
     "reward:math": "miles_hpc.rollout.reward.rules:math",
     "reward:random": "miles_hpc.rollout.reward.rules:random",
+    "tool_parser:deepseek": "miles_hpc.rollout.session.tool_formats:deepseek",
+    "tool_parser:glm45": "miles_hpc.rollout.session.tool_formats:glm45",
+    "tool_parser:hermes": "miles_hpc.rollout.session.tool_formats:hermes",
+    "tool_parser:llama3_json": "miles_hpc.rollout.session.tool_formats:llama3_json",
+    "tool_parser:mistral": "miles_hpc.rollout.session.tool_formats:mistral",
+    "tool_parser:none": "miles_hpc.rollout.session.tool_formats:none",
+    "tool_parser:qwen25": "miles_hpc.rollout.session.tool_formats:hermes",
+    "tool_parser:qwen3_coder": "miles_hpc.rollout.session.tool_formats:qwen3_coder",
 }
 
 

@@ -7,6 +7,7 @@ SessionError
 ├── NoSample         422  the record doesn't give the samples asked for
 ├── BrokenInvariant  500  tokens that were recorded aren't a prefix of the next prompt; a template that can't be used
 ├── MatcherFailed    500  a matcher raised, or answered something else than True or False
+├── ParserFailed     500  a tool parser raised, or lost a part of the text
 └── BadGeneration    502  what the engine returned contradicts itself
 """
 
@@ -23,6 +24,7 @@ __all__ = [
     "CannotExtend",
     "MatcherFailed",
     "NoSample",
+    "ParserFailed",
     "SessionError",
     "SessionGone",
 ]
@@ -64,6 +66,10 @@ class BrokenInvariant(SessionError):
 
 class MatcherFailed(SessionError):
     """A matcher is broken: mend it or name another one."""
+
+
+class ParserFailed(SessionError):
+    """A tool parser is broken: mend it or name another one."""
 
 
 class BadGeneration(SessionError):
