@@ -20,15 +20,16 @@ CASES = [
     ("fenced", "```bash\necho x\nDONE\n```", Said("echo x\nDONE")),
     ("fenced", "<think>```bash\nrm x\n```</think>\n```bash\nls\n```", Said("ls")),
     ("fenced", "```python\nprint()\n```\n```bash\nls\n```", Said("ls")),
+    ("fenced", "```bash\nls\n```\nDONE\nor not", Said("ls")),  # only the last line ends it
     ("qwen25", '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>', Said("ls")),
-    ("qwen25", '<tool_call>{"name":"bash","arguments":"{\\"command\\": \\"ls\\"}"}</tool_call>DONE', Said("ls", True)),
+    ("hermes", 'So: <tool_call>{"name":"bash","arguments":{"command":"ls"}}</tool_call>\nDONE', Said("ls", True)),
     ("qwen25", "DONE", Said(done=True)),
-    ("llama3", '{"name": "bash", "parameters": {"command": "ls"}}', Said("ls")),
-    ("llama3", '<|python_tag|>{"name": "bash", "parameters": {"command": "ls"}}\nDONE', Said("ls", True)),
+    ("llama3_json", '{"name": "bash", "parameters": {"command": "ls"}}', Said("ls")),
+    ("llama3_json", '<|python_tag|>{"name": "bash", "parameters": {"command": "ls"}}\nDONE', Said("ls", True)),
+    ("mistral", '[TOOL_CALLS]bash[ARGS]{"command": "ls"}', Said("ls")),
     (
         "qwen3_coder",
-        "So:\n<tool_call>\n<function=bash>\n<parameter=command>\nls\necho '</x>'\n</parameter>"
-        "\n</function>\n</tool_call>",
+        "<tool_call>\n<function=bash>\n<parameter=command>\nls\necho '</x>'\n</parameter>\n</function>\n</tool_call>",
         Said("ls\necho '</x>'"),
     ),
 ]
@@ -39,20 +40,19 @@ PROBLEMS = [
     ("fenced", "I am done.", "no command"),
     ("fenced", "```python\nprint()\n```", "no command"),
     ("fenced", "```bash\nls", "not closed"),
+    ("fenced", "```bash\nls\nDONE", "not closed"),
     ("fenced", "```bash\nls\n```\n```bash\npwd\n```", "2 commands in one message"),
     ("fenced", "```bash\n\ud800\n```", "isn't text"),
-    ("qwen25", "<tool_call>{'name': 1}</tool_call>", "not JSON"),
-    ("qwen25", "<tool_call>[]</tool_call>", "not JSON"),
-    ("qwen25", '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}', "not closed"),
+    ("qwen25", "<tool_call>{'name': 1}</tool_call>", "no command"),
+    ("qwen25", '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}', "no command"),
     ("qwen25", '<tool_call>{"name": "python", "arguments": {}}</tool_call>', "no tool 'python'"),
     ("qwen25", '<tool_call>{"name": "bash", "arguments": {"cmd": "ls"}}</tool_call>', "needs one argument"),
     ("qwen25", '<tool_call>{"name": "bash", "arguments": {"command": ["ls"]}}</tool_call>', "needs one argument"),
-    ("qwen25", '<tool_call>{"name": "bash", "arguments": {"command": "\\ud800"}}</tool_call>', "isn't text"),
-    ("qwen25", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
-    ("llama3", '{"name": "bash", ', "not JSON"),
-    ("llama3", "ls", "no command"),
-    ("qwen3_coder", "<tool_call><function=bash>ls</function></tool_call>", "needs one argument"),
-    ("qwen3_coder", "<tool_call>ls</tool_call>", "not <function"),
+    ("qwen25", "<tool_call>" + "[" * 100_000 + "</tool_call>", "no command"),
+    ("llama3_json", '{"name": "bash", ', "no command"),
+    ("llama3_json", "ls", "no command"),
+    ("qwen3_coder", "<tool_call><function=bash></function></tool_call>", "needs one argument"),
+    ("qwen3_coder", "<tool_call>ls</tool_call>", "no command"),
 ]
 
 
@@ -101,5 +101,7 @@ def test_any_text_has_a_meaning(name: str, parts: list[str]) -> None:
 
 
 def test_unknown_formats() -> None:
-    with pytest.raises(UserError, match="expected one of fenced, llama3, qwen25, qwen3_coder"):
+    with pytest.raises(
+        UserError, match="expected one of fenced, glm45, hermes, llama3_json, mistral, qwen25, qwen3_coder"
+    ):
         command_format("xml")

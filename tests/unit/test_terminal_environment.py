@@ -63,7 +63,7 @@ def play(scene: Scene) -> None:
 
 
 def played(root: Path, *commands: str, name: str = "t", **options: Any) -> tuple[float, list[str]]:
-    """The reward and what the agent was shown, when it says these commands and then DONE."""
+    """The reward and what the agent was shown, when it says these commands (or messages) and then DONE."""
     shown: list[str] = []
     rewards: list[float] = []
 
@@ -71,7 +71,7 @@ def played(root: Path, *commands: str, name: str = "t", **options: Any) -> tuple
         environment = TerminalEnvironment({"tasks": str(root), **options})
         episode = environment.start(prompt_of(environment, name), sandboxes, episode_id="e", seed=0)
         try:
-            for text in [*(f"```bash\n{command}\n```" for command in commands), "DONE"]:
+            for text in [*(c if c.startswith("```") else f"```bash\n{c}\n```" for c in commands), "DONE"]:
                 turn = await episode.step(text)
                 shown.extend(message.content for message in turn.messages)
                 if turn.done:
@@ -155,7 +155,7 @@ def test_messages_without_a_command_cost_a_turn_and_say_what_is_missing(tmp_path
 
 def test_a_command_and_the_end_in_one_message(tmp_path: Path) -> None:
     write_task(tmp_path)
-    reward, shown = played(tmp_path, "echo 42 >answer\n```\nDONE\n```text")
+    reward, shown = played(tmp_path, "```bash\necho 42 >answer\n```\nDONE")
     assert (reward, shown) == (1.0, [])
 
 

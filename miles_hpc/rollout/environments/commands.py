@@ -1,15 +1,11 @@
 """How an assistant message says which command to run: the formats, by name, each with its inverse.
 
-| format | a command looks like | as |
-|---|---|---|
-| fenced | ```` ```bash ````, lines, ```` ``` ```` | most models without tools write it |
-| qwen25 | `<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>` | Qwen2.5, Qwen3, Hermes |
-| qwen3_coder | `<tool_call><function=bash><parameter=command>ls</parameter></function></tool_call>` | Qwen3-Coder |
-| llama3 | `{"name": "bash", "parameters": {"command": "ls"}}` | Llama 3.1 and later, JSON tool calls |
+    text ─▶ reasoning cut off ─▶ a last line DONE taken off ─▶ commands found ─▶ Said(command, done) or a problem
 
-The names are those of SGLang's `--tool-call-parser`, and so are the shapes (the models' chat templates define them);
-`fenced` is ours. A line `DONE` outside of the command ends the episode after it. Reasoning up to `</think>` is left
-out. A message holds one command; everything else is told back to the model as a problem and never raises.
+`fenced` is a block of three backticks, which models without tools write. The others are calls of a tool `bash` with
+one argument `command`, as the session's parsers of the same name read them (session/tool_formats.py).
+A message holds one command, or the line DONE that ends the episode, or both, then the command runs first. Everything
+else is told back to the model as a problem and never raises.
 """
 
 from __future__ import annotations
@@ -18,9 +14,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from miles_hpc.core.errors import UserError
+from miles_hpc.rollout.session.tool_calls import ToolCall, load_tool_parser, parse_turn
+from miles_hpc.rollout.session.turn import Tools
 
 __all__ = ["DONE", "FORMATS", "CommandFormat", "Said", "command_format"]
 
@@ -28,7 +25,17 @@ __all__ = ["DONE", "FORMATS", "CommandFormat", "Said", "command_format"]
 DONE = "DONE"
 
 _TOOL = "bash"
+_TOOLS: Tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        },
+    }
+]
 _SHELLS = ("", "bash", "sh", "shell", "console", "terminal")
+_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +49,34 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class CommandFormat:
-    """One format. `find` gives the commands of a message and what is left of it; ValueError says what is wrong."""
+    """One format. `find` gives a message's commands; ValueError says what is wrong. `say` is its inverse."""
 
     name: str
-    how: str  # for the prompt
     role: str  # of the message that carries the output: user or tool
-    find: Callable[[str], tuple[list[str], str]]
-    say: Callable[[str], str]  # a message with this command
+    find: Callable[[str], list[str]]
+    say: Callable[[str], str]
+
+    @property
+    def how(self) -> str:
+        """For the prompt."""
+        return f"To run a command, reply with exactly one of this form:\n{self.say('ls -l')}"
 
     def read(self, text: str) -> Said:
         """The meaning of an assistant message; any text has one."""
         body = text[text.rfind("</think>") + len("</think>") :] if "</think>" in text else text
+        *before, last = body.rstrip().splitlines() or [""]
+        done = last.strip(" \t*`.") == DONE
+        if done:
+            body = "\n".join(before)
         try:
-            commands, rest = self.find(body)
+            commands = self.find(body)
             if len(commands) > 1:
                 raise ValueError(f"{len(commands)} commands in one message; send one at a time")
             for command in commands:
-                command.encode()  # JSON can spell half a surrogate pair
+                command.encode()  # a text may hold half a surrogate pair
         except ValueError as error:
             reason = "it isn't text" if isinstance(error, UnicodeError) else str(error)
             return Said(problem=f"That can't be run: {reason}. {self.how}")
-        done = any(line.strip(" \t\r*`.") == DONE for line in rest.splitlines())
         if commands:
             return Said(command=commands[0], done=done)
         return Said(done=True) if done else Said(problem=f"There is no command in that. {self.how}")
@@ -77,98 +91,47 @@ def command_format(name: str) -> CommandFormat:
 
 # ------------------------------------------------------------------------------------------------ finding commands
 
-_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,100})>(.*)</function>\s*\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,100})>\n?(.*?)\n?</parameter>", re.DOTALL)
 
-
-def _fenced(text: str) -> tuple[list[str], str]:
-    commands = [m.group(2).removesuffix("\n") for m in _FENCE.finditer(text) if m.group(1).strip().lower() in _SHELLS]
-    rest = _FENCE.sub("\n", text)
-    if not commands and re.search(r"^```", rest, re.MULTILINE):
+def _fenced(text: str) -> list[str]:
+    blocks = [m for m in _FENCE.finditer(text) if m.group(1).strip().lower() in _SHELLS]
+    if not blocks and re.search(r"^```", _FENCE.sub("\n", text), re.MULTILINE):
         raise ValueError("the block is not closed by a line of three backticks")
-    return commands, rest
+    return [block.group(2).removesuffix("\n") for block in blocks]
 
 
-def _called(text: str, read: Callable[[str], str]) -> tuple[list[str], str]:
-    rest = _CALL.sub("\n", text)
-    if "<tool_call>" in rest:
-        raise ValueError("<tool_call> is not closed")
-    return [read(found) for found in _CALL.findall(text)], rest
+def _called(parser: str) -> Callable[[str], list[str]]:
+    return lambda text: [_command_of(call) for call in parse_turn(load_tool_parser(parser), text, _TOOLS).calls]
 
 
-def _json_command(text: str, arguments: str) -> str:
-    """The command of a call in JSON, whose arguments may also be JSON in a text."""
-    try:
-        call = json.loads(text)
-        given = call[arguments]
-        table = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f'the call is not JSON with "name" and "{arguments}"') from error
-    return _command_of(call.get("name"), table)
-
-
-def _xml_command(text: str) -> str:
-    call = _FUNCTION.match(text)
-    if call is None:
-        raise ValueError("the call is not <function=...>...</function>")
-    return _command_of(call.group(1).strip(), dict(_PARAMETER.findall(call.group(2))))
-
-
-def _command_of(name: Any, table: Any) -> str:
-    if name != _TOOL:
-        raise ValueError(f"there is no tool {str(name)[:40]!r}, only {_TOOL}")
-    if not isinstance(table, dict) or not isinstance(table.get("command"), str):
+def _command_of(call: ToolCall) -> str:
+    if call.name != _TOOL:
+        raise ValueError(f"there is no tool {call.name[:40]!r}, only {_TOOL}")
+    command = call.arguments.get("command")
+    if not isinstance(command, str):
         raise ValueError(f'{_TOOL} needs one argument, the text "command"')
-    return str(table["command"])
+    return command
 
 
-def _llama3(text: str) -> tuple[list[str], str]:
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith("{"):
-        return [], text
-    try:
-        call, end = json.JSONDecoder().raw_decode(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("the call is not JSON") from error
-    return [_json_command(json.dumps(call), "parameters")], body[end:]
+# ------------------------------------------------------------------------------------------------ saying them
 
 
-# ------------------------------------------------------------------------------------------------ the formats
+def _json(arguments: str) -> Callable[[str], str]:
+    return lambda command: json.dumps({"name": _TOOL, arguments: {"command": command}}, ensure_ascii=False)
 
 
-def _call(arguments: str) -> Callable[[str], str]:
-    return lambda command: json.dumps({"name": _TOOL, arguments: {"command": command}})
-
-
-def _format(
-    name: str, example: str, find: Callable[[str], tuple[list[str], str]], say: Callable[[str], str]
-) -> CommandFormat:
-    how = f"To run a command, reply with exactly one of this form:\n{example}"
-    return CommandFormat(name=name, how=how, role="user" if name == "fenced" else "tool", find=find, say=say)
-
+_CALLS: dict[str, Callable[[str], str]] = {
+    "glm45": lambda c: f"<tool_call>{_TOOL}\n<arg_key>command</arg_key>\n<arg_value>{c}</arg_value>\n</tool_call>",
+    "hermes": lambda c: f"<tool_call>\n{_json('arguments')(c)}\n</tool_call>",
+    "llama3_json": lambda c: _json("parameters")(c),
+    "mistral": lambda c: f"[TOOL_CALLS][{_json('arguments')(c)}]",
+    "qwen25": lambda c: f"<tool_call>\n{_json('arguments')(c)}\n</tool_call>",
+    "qwen3_coder": lambda c: (
+        f"<tool_call>\n<function={_TOOL}>\n<parameter=command>\n{c}\n</parameter>\n</function>\n</tool_call>"
+    ),
+}
 
 #: All formats by name.
 FORMATS = {
-    made.name: made
-    for made in (
-        _format("fenced", "```bash\nls -l\n```", _fenced, lambda command: f"```bash\n{command}\n```"),
-        _format(
-            "qwen25",
-            f"<tool_call>\n{_call('arguments')('ls -l')}\n</tool_call>",
-            lambda text: _called(text, lambda call: _json_command(call, "arguments")),
-            lambda command: f"<tool_call>\n{_call('arguments')(command)}\n</tool_call>",
-        ),
-        _format(
-            "qwen3_coder",
-            f"<tool_call>\n<function={_TOOL}>\n<parameter=command>\nls -l\n</parameter>\n</function>\n</tool_call>",
-            lambda text: _called(text, _xml_command),
-            lambda command: (
-                f"<tool_call>\n<function={_TOOL}>\n<parameter=command>\n{command}\n</parameter>\n"
-                "</function>\n</tool_call>"
-            ),
-        ),
-        _format("llama3", _call("parameters")("ls -l"), _llama3, _call("parameters")),
-    )
+    "fenced": CommandFormat("fenced", "user", _fenced, lambda command: f"```bash\n{command}\n```"),
+    **{name: CommandFormat(name, "tool", _called(name), say) for name, say in _CALLS.items()},
 }
