@@ -24,6 +24,7 @@ from miles_hpc.core.errors import UserError
 if TYPE_CHECKING:
     from miles_hpc.core.config import RunConfig
     from miles_hpc.core.paths import RunPaths
+    from miles_hpc.core.site import SiteConfig
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_CHECK_S = 1.0
@@ -45,18 +46,19 @@ def main() -> int:
     parent = os.getppid()
     _end_with_parent(parent)
 
-    from miles_hpc.core.load import load_run
+    from miles_hpc.core.load import load_prepared
     from miles_hpc.core.paths import RunPaths
 
     try:
         paths = RunPaths(args.run_dir.resolve())
-        return asyncio.run(_serve(args, load_run(paths.resolved_toml), paths, parent))
+        run, site = load_prepared(paths.root)
+        return asyncio.run(_serve(args, run, site, paths, parent))
     except UserError as error:
         print(f"engine {args.name}: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
 
 
-async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, parent: int) -> int:
+async def _serve(args: argparse.Namespace, run: RunConfig, site: SiteConfig, paths: RunPaths, parent: int) -> int:
     """Build the engine, listen, publish the address, and wait for one of the ends."""
     from checkpoints.publish import publish_bytes
     from miles_hpc.control.auth import load_secret
@@ -65,6 +67,7 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
     from miles_hpc.core.registry import resolve
     from miles_hpc.core.transport import Credentials, Endpoint, PeerIdentity
     from miles_hpc.rollout.engine import EngineSpec
+    from miles_hpc.rollout.engine_options import engine_options
     from miles_hpc.rollout.engine_server import EngineServer
 
     secret = load_secret(paths.secret)
@@ -95,12 +98,10 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
             device=args.device,
             threads=args.threads,
             experts_implementation=run.model.experts_implementation,
-            options={
-                "batch_invariant": run.rollout.engine_batch_invariant,
-                "step_interval_s": run.rollout.engine_step_interval_s,
-            },
+            options=engine_options(run, site, log=paths.logs(args.attempt) / f"{args.address_file.stem}-server.log"),
         )
     )
+    await engine.start()
     server = EngineServer(engine, term=args.term)
     listener = await server.listen(open_transport("tcp", credentials(args.term)))
     loop = asyncio.get_running_loop()

@@ -36,8 +36,8 @@ def quantity(value: float) -> str:
         return f"{int(value)}"
     if 1e-3 <= abs(value) < 1000:
         digits = 2 - math.floor(math.log10(abs(value)))
-        return f"{value:.{min(3, max(0, digits))}f}"
-    return f"{value:.2g}" if abs(value) < 1 else f"{value:.3g}"
+        return f"{value:.{max(0, digits)}f}"
+    return f"{value:.3g}"
 
 
 class HostNames:

@@ -85,8 +85,11 @@ def matching_sites(
 
 
 def role_python(run: RunConfig, site: SiteConfig, role: str) -> str:
-    """The interpreter of a role: the run file's, else the site's, else this one."""
-    return str(getattr(run.python, role) or getattr(site.python, role) or sys.executable)
+    """The interpreter of a role: the run file's, else the site's, else this one. `sglang` falls back to rollout's."""
+    chosen = getattr(run.python, role) or getattr(site.python, role)
+    if not chosen and role == "sglang":
+        return role_python(run, site, "rollout")
+    return str(chosen or sys.executable)
 
 
 def with_env_set(site: SiteConfig, name: str) -> SiteConfig:

@@ -42,6 +42,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SftConfig",
+    "SglangConfig",
     "SiteConfig",
     "SiteContainer",
     "SiteEnvSet",
@@ -92,7 +93,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     n_steps: int = 100  # RL optimizer steps in the whole run, over all allocations
     rollout_batch_size: int = 16  # prompts (groups) per step
     n_samples_per_prompt: int = 8
-    engine: str = "torch"  # torch | scripted | a registered name or dotted path
+    engine: str = "torch"  # torch | sglang | scripted | a registered name or dotted path
     engines_per_host: int = 1
     slots_per_engine: int = 64  # generation slots: trajectories that one engine serves at once
     engine_step_interval_s: float = 0.0  # shortest time between two decoding steps: more requests share a forward
@@ -110,6 +111,15 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     routing_replay: bool = True  # record routed experts and replay them in training (MoE models)
     sandbox_timeout_s: float = 5.0  # one command
     sandbox_max_output_bytes: int = 256
+
+
+class SglangConfig(Section, frozen=True, kw_only=True):
+    """SGLang as the engine (rollout.engine = "sglang"); its interpreter is python.sglang."""
+
+    num_gpus_per_engine: int = 1  # devices of one engine, by tensor parallelism
+    pause_generation_mode: Literal["in_place", "abort"] = "in_place"  # what a weight update does to requests under way
+    check_weights: bool = True  # compare all live parameters with what was sent, in each update
+    args: dict[str, Any] = {}  # more of its server's arguments, by their names without dashes
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -224,6 +234,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     environment: EnvironmentConfig = EnvironmentConfig()
     sft: SftConfig = SftConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sglang: SglangConfig = SglangConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -17,6 +17,7 @@ _BUILTIN = {
     "environment:shell": "miles_hpc.rollout.environments.shell:ShellEnvironment",
     "environment:terminal": "miles_hpc.rollout.environments.terminal:TerminalEnvironment",
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
+    "engine:sglang": "miles_hpc.rollout.sglang.engine:SglangEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",
     "backend:fsdp": "miles_hpc.trainer.fsdp:FsdpBackend",
     "matcher:strict": "miles_hpc.rollout.session.matching:strict",

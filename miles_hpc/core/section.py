@@ -18,3 +18,4 @@ class PythonConfig(Section, frozen=True, kw_only=True):
     trainer: str = ""
     rollout: str = ""
     sandbox: str = ""
+    sglang: str = ""  # of SGLang's own environment, which rollout.engine = "sglang" starts

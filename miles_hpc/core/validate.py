@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -86,6 +87,7 @@ NUMBERS: dict[str, _Range] = {
     "rollout.n_samples_per_prompt": _COUNT,
     "rollout.engines_per_host": _Range(1, 1024),
     "rollout.slots_per_engine": _Range(1, 10**6),
+    "sglang.num_gpus_per_engine": _Range(1, 1024),
     "rollout.engine_step_interval_s": _Range(0, 60),
     "rollout.temperature": _POSITIVE,
     "rollout.top_p": _Range(0, 1, above=True),
@@ -132,7 +134,7 @@ NUMBERS: dict[str, _Range] = {
 
 def validate(run: RunConfig, site: SiteConfig) -> None:
     """Raise UserError for the first rule that the run breaks on this site."""
-    for rule in (_name, _numbers, _names, _model, _lengths, _control, _job):
+    for rule in (_name, _numbers, _names, _model, _lengths, _sglang, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
     for complaint in _memory(run, site):
@@ -223,6 +225,24 @@ def _lengths(run: RunConfig, site: SiteConfig) -> Iterator[str]:
     if isinstance(positions, int) and longest > positions:
         yield (
             f"rollout.max_trajectory_tokens = {longest} is more than the model's max_position_embeddings = {positions}"
+        )
+
+
+def _sglang(run: RunConfig, site: SiteConfig) -> Iterator[str]:
+    if run.rollout.engine != "sglang":
+        return
+    width, gpus = run.sglang.num_gpus_per_engine, run.groups.rollout.gpus_per_node
+    if gpus and width * run.rollout.engines_per_host > gpus:
+        yield (
+            f"rollout.engines_per_host = {run.rollout.engines_per_host} engines of "
+            f"sglang.num_gpus_per_engine = {width}, but groups.rollout.gpus_per_node is {gpus}"
+        )
+    python = run.python.sglang or site.python.sglang or run.python.rollout or site.python.rollout or sys.executable
+    packages = [*Path(python).parent.parent.glob("lib/python3*/site-packages")]
+    if packages and not any((folder / "sglang").is_dir() for folder in packages):
+        yield (
+            f"rollout.engine = sglang: the environment of {python} has no package sglang: "
+            "set python.sglang to the interpreter of one that has"
         )
 
 

@@ -124,7 +124,8 @@ class RolloutApp(AgentApp):
                 serving.cancel()
                 await asyncio.gather(guard, serving, return_exceptions=True)
             self._host.remove_engine(name)
-            quick = quick + 1 if time.monotonic() - began < _UTILISATION_S else 0
+            at_once = time.monotonic() - began < _UTILISATION_S or code == exits.USER_ERROR
+            quick = quick + 1 if at_once else 0
             await self._tell_end(name, code, child.log_tail())
             if quick >= _QUICK_DEATHS:
                 raise MilesError(f"engine {name} ended {quick} times right after its start, last with {code}")

@@ -25,11 +25,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from miles_hpc.core.errors import UserError
 from miles_hpc.core.messages import EngineDescription, WeightsSynced
 from miles_hpc.core.transport import Endpoint
 from miles_hpc.core.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
 
-__all__ = ["Connect", "EngineSpec", "Generation", "RolloutEngine"]
+__all__ = ["Connect", "EngineSpec", "Generation", "RolloutEngine", "check_ids", "check_request"]
 
 #: Opens an endpoint to an address within so many seconds: `Transport.connect` with its handler left out.
 Connect: TypeAlias = Callable[[str, float], Awaitable[Endpoint]]
@@ -73,6 +74,9 @@ class RolloutEngine(ABC):
 
     name: str
 
+    async def start(self) -> None:  # noqa: B027 - most have nothing to start
+        """What takes long before anything can be asked; awaited once. Raises UserError, DeadlineExpired."""
+
     @abstractmethod
     async def describe(self) -> EngineDescription:
         """Shape, slots and current version."""
@@ -115,3 +119,35 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Let go of the engine; its process is ended by its agent."""
+
+
+def check_request(
+    input_ids: npt.NDArray[np.int32],
+    sampling: SamplingParams,
+    routed_experts_start: int,
+    *,
+    max_length: int,
+    vocab_size: int,
+) -> None:
+    """Raises UserError for a request that no engine of this size can serve."""
+    n = len(input_ids)
+    if not 0 < n < max_length:
+        raise UserError(
+            f"request of {n} input tokens: this engine takes 1 to {max_length - 1} (max_length {max_length})"
+        )
+    if sampling.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={sampling.max_new_tokens}: expected at least 1")
+    if sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
+        raise UserError(
+            f"temperature={sampling.temperature}, top_p={sampling.top_p}: expected temperature >= 0 and 0 < top_p <= 1"
+        )
+    if not 0 <= routed_experts_start <= n:
+        raise UserError(f"routed_experts_start={routed_experts_start}: expected 0 to {n}, the number of input tokens")
+    check_ids(input_ids, vocab_size)
+
+
+def check_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> None:
+    """Raises UserError for a token outside the vocabulary: some engines would not survive it."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise UserError(f"token id {low if low < 0 else high}: this model's vocabulary is 0 to {vocab_size - 1}")

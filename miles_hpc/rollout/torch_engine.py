@@ -33,7 +33,7 @@ from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import IntegrityError, PeerLost, ProtocolError, UserError
 from miles_hpc.core.messages import EngineDescription, WeightManifest, WeightsSynced
 from miles_hpc.core.types import SamplingParams, WeightVersion
-from miles_hpc.rollout.engine import EngineSpec, Generation, RolloutEngine
+from miles_hpc.rollout.engine import EngineSpec, Generation, RolloutEngine, check_ids, check_request
 from miles_hpc.rollout.torch_decoder import Decoder, Request
 from miles_hpc.rollout.torch_model import SlotModel
 from miles_hpc.weights.broadcast import fetch
@@ -112,7 +112,13 @@ class TorchEngine(RolloutEngine):
         A request that was aborted before all of its input was read answers with the rows that exist so far. Raises
         UserError for a request that can't be served, ProtocolError while no weights are held.
         """
-        self._check(input_ids, sampling, routed_experts_start)
+        check_request(
+            input_ids,
+            sampling,
+            routed_experts_start,
+            max_length=self._model.max_length,
+            vocab_size=self._model.shape.vocab_size,
+        )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = loop.create_future()
         request = Request(
@@ -135,7 +141,7 @@ class TorchEngine(RolloutEngine):
     async def score(self, tokens: npt.NDArray[np.int32], *, deadline_s: float) -> npt.NDArray[np.float32]:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise UserError(f"score: tokens of shape {tokens.shape}: expected [n, length] with length at least 2")
-        self._check_ids(tokens)
+        check_ids(tokens, self._model.shape.vocab_size)
 
         def work() -> npt.NDArray[np.float32]:
             if self._decoder.version is None:
@@ -197,26 +203,6 @@ class TorchEngine(RolloutEngine):
         await asyncio.to_thread(self._thread.join, _GRACE_S)
 
     # ------------------------------------------------------------------------------------------ loop side
-
-    def _check(self, input_ids: npt.NDArray[np.int32], sampling: SamplingParams, start: int) -> None:
-        n, limit = len(input_ids), self._model.max_length
-        if not 0 < n < limit:
-            raise UserError(f"request of {n} input tokens: this engine takes 1 to {limit - 1} (max_length {limit})")
-        if sampling.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={sampling.max_new_tokens}: expected at least 1")
-        if sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
-            raise UserError(
-                f"temperature={sampling.temperature}, top_p={sampling.top_p}: "
-                f"expected temperature >= 0 and 0 < top_p <= 1"
-            )
-        if not 0 <= start <= n:
-            raise UserError(f"routed_experts_start={start}: expected 0 to {n}, the number of input tokens")
-        self._check_ids(input_ids)
-
-    def _check_ids(self, ids: npt.NDArray[np.int32]) -> None:
-        low, high, vocab = int(ids.min()), int(ids.max()), self._model.shape.vocab_size
-        if low < 0 or high >= vocab:
-            raise UserError(f"token id {low if low < 0 else high}: this model's vocabulary is 0 to {vocab - 1}")
 
     def _check_alive(self) -> None:
         if self._closing or not self._thread.is_alive():

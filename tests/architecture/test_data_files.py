@@ -24,11 +24,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SITES = sorted(path.stem for path in data_folder("site_configs").glob("*.toml"))
 RECIPES = sorted(Path(miles_hpc.recipes.__path__[0]).glob("*.toml"))
 TEMPLATES = sorted(data_folder("sbatch").glob("*.j2"))
-_SKIPPED = {".git", ".venv", ".worktrees", "node_modules", "runs", ".demo", ".box", "dist", "build"}
+_SKIPPED = {".git", ".worktrees", "node_modules", "runs", ".demo", ".box", "dist", "build"}
 
 
 def ours(pattern: str) -> list[Path]:
-    found = REPOSITORY.rglob(pattern)
+    """Files of the tree; environments (.venv, .venv-sglang, ...) hold other people's."""
+    tops = [top for top in REPOSITORY.iterdir() if top.name not in _SKIPPED and not top.name.startswith(".venv")]
+    found = [*REPOSITORY.glob(pattern), *(path for top in tops if top.is_dir() for path in top.rglob(pattern))]
     return sorted(p for p in found if not _SKIPPED & set(p.relative_to(REPOSITORY).parts[:-1]))
 
 

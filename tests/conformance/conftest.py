@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from miles_hpc.control.opening import open_carrier
 from miles_hpc.core.errors import UserError
+from tests.conformance.sglang_servers import end_servers
 
 #: Elastic ones lose and admit peers while they run. Under mpi any loss means the next start.
 ELASTIC_KINDS = ["loopback", "tcp", "tcp-only", "ucx"]
 CORE_KINDS = [*ELASTIC_KINDS, pytest.param("mpi", marks=pytest.mark.mpi)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sglang_servers() -> Iterator[None]:
+    """Servers live as long as the session."""
+    yield
+    end_servers()
+
 
 FACES = ["asyncio", "blocking"]
 

@@ -242,7 +242,7 @@ def test_durations(seconds: float, text: str) -> None:
 def test_quantity_keeps_the_value(value: float) -> None:
     text = quantity(value)
     if math.isfinite(value):
-        assert float(text) == pytest.approx(value, rel=0.06, abs=1e-300)
+        assert float(text) == pytest.approx(value, rel=0.005, abs=1e-300)
         assert len(text) <= 12
     else:
         assert text in ("not a number", "infinite")
