@@ -127,9 +127,17 @@ def check_environment(run: RunConfig) -> None:
 
     Users' code (module:attribute) is left alone: it may need what only the roles have.
     """
-    if ":" not in run.environment.name:
-        for warning in resolve("environment", run.environment.name)(run.environment.options).warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+    if ":" in run.environment.name:
+        return
+    environment = resolve("environment", run.environment.name)(run.environment.options)
+    warnings = list(environment.warnings)
+    if environment.max_turns > run.rollout.max_turns:
+        warnings.append(
+            f"an episode may take {environment.max_turns} turns, but rollout.max_turns = {run.rollout.max_turns} "
+            "ends it before, without its reward"
+        )
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _absolute_options(run: RunConfig, base: Path) -> RunConfig:

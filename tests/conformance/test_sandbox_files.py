@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_hpc.core.config import SandboxConfig
 from miles_hpc.core.errors import ProtocolError, UserError
 from miles_hpc.core.messages import SandboxFileEntry, SandboxGet, SandboxGot, SandboxPut, SandboxResult
 from miles_hpc.rollout.sandbox_files import (
@@ -202,6 +203,27 @@ def test_a_sandbox_that_was_made_anew_says_so(isolation: str) -> None:
         assert not await anew()
 
     play(isolation, scene)
+
+
+def test_the_limits_of_a_run_file_hold_in_the_sandbox() -> None:
+    assert SandboxLimits.of(SandboxConfig()) == SandboxLimits()
+    limits = SandboxLimits.of(SandboxConfig(cpu_s=3, memory_mb=200, file_mb=2, folder_mb=6, processes=20))
+
+    async def main() -> None:
+        host = SandboxHost(limits=limits)
+        await host.start()
+        try:
+            host.create("s", {})
+            command = "ulimit -t; ulimit -v; ulimit -f; df -k --output=size /work | tail -n1"
+            result = await host.execute("s", command, timeout_s=30, max_output_bytes=1000)
+            assert result.output.split() == ["3", f"{200 << 10}", f"{2 << 10}", f"{6 << 10}"]
+            assert (await host.put("s", "", {"x": SandboxFile(bytes(2 << 20))})).exit_code == 0
+            with pytest.raises(UserError, match="the limit is"):
+                await host.put("s", "", {name: SandboxFile(bytes(2 << 20)) for name in "ab"})
+        finally:
+            await host.close()
+
+    asyncio.run(main())
 
 
 # ------------------------------------------------------------------------------------------------ messages

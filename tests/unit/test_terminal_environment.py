@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from miles_hpc.cli.main import main
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import Prompt
 from miles_hpc.rollout.environments.base import Turn
@@ -49,7 +50,7 @@ Scene = Callable[[LocalSandboxes, SandboxHost], Awaitable[None]]
 
 
 def play(scene: Scene) -> None:
-    async def main() -> None:
+    async def played_out() -> None:
         host = SandboxHost()
         await host.start()
         try:
@@ -59,7 +60,7 @@ def play(scene: Scene) -> None:
         finally:
             await host.close()
 
-    asyncio.run(main())
+    asyncio.run(played_out())
 
 
 def played(root: Path, *commands: str, name: str = "t", **options: Any) -> tuple[float, list[str]]:
@@ -333,6 +334,7 @@ def test_splits_by_pattern_and_bad_options(tmp_path: Path) -> None:
         ({"tasks": str(EXAMPLES), "format": "xml"}, "expected one of fenced"),
         ({"tasks": str(EXAMPLES), "max_turns": 0}, "at least 1"),
         ({"tasks": str(EXAMPLES), "test_timeout_s": 0}, "test_timeout_s = 0.0: expected seconds"),
+        ({"tasks": str(EXAMPLES), "task_files_mb": 0}, "task_files_mb of at least 1"),
         ({"tasks": str(EXAMPLES), "strict": True}, "'mend-wordcount': not applied: FROM python:3.12-slim"),
     ]
     for options, complaint in cases:
@@ -348,6 +350,29 @@ def test_what_is_not_applied_is_one_warning_per_task() -> None:
         "terminal task 'mend-wordcount': not applied: FROM python:3.12-slim (line 1)",
         "terminal task 'retune-config': not applied: FROM debian:12-slim (line 1)",
     )
+
+
+def submit(*settings: str) -> int:
+    """A dry run of the recipe with these settings; the model's folder is described instead of there."""
+    given = ['model={tokenizer="characters", config={model_type="qwen3"}}', *settings]
+    return main(["submit", "terminal", "--site", "slurm_box", "--dry-run", *(p for s in given for p in ("--set", s))])
+
+
+def test_submit_shows_warnings_and_refuses_bad_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parents[2])
+    assert submit("environment.options.max_turns=9") == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 3 and "'mend-wordcount': not applied: FROM python:3.12-slim (line 1)" in warnings[0]
+    assert warnings[2] == (
+        "warning: an episode may take 9 turns, but rollout.max_turns = 4 ends it before, without its reward"
+    )
+    assert submit("environment.options.strict=true") == 2
+    monkeypatch.chdir(write_task(tmp_path, **{"task.toml": "agent = 1"}))
+    assert submit('environment.options={tasks="."}') == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "terminal task 't': task.toml: 'agent' = 1: expected a table" in errors[1]
 
 
 def test_a_task_file_that_is_gone_fails_the_group(tmp_path: Path) -> None:

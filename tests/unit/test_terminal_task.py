@@ -14,6 +14,7 @@ from miles_hpc.rollout.environments.terminal_task import TerminalTask, load_task
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "terminal_tasks"
 
+MAX = 8 << 20
 HARBOR = {
     "task.toml": "[agent]\ntimeout_sec = 90\n[verifier]\ntimeout_sec = 30.5\n[metadata]\ncategory = 'files'\n",
     "instruction.md": "Write x.\n",
@@ -42,7 +43,7 @@ def write(folder: Path, files: Mapping[str, str | None]) -> Path:
 
 
 def made(tmp_path: Path, layout: Mapping[str, str | None], **changes: str | None) -> TerminalTask:
-    return load_task(write(tmp_path / "t", {**layout, **changes}), "t")
+    return load_task(write(tmp_path / "t", {**layout, **changes}), "t", max_bytes=MAX)
 
 
 def places(files: tuple[tuple[Path, str, int], ...]) -> list[str]:
@@ -85,7 +86,7 @@ def test_modes_variables_and_the_working_folder(tmp_path: Path) -> None:
         {**HARBOR, "environment/Dockerfile": dockerfile, "task.toml": settings, "environment/run.sh": ""},
     )
     (folder / "environment" / "run.sh").chmod(0o755)
-    task = load_task(folder, "t")
+    task = load_task(folder, "t", max_bytes=MAX)
     assert task.workdir == "/workspace/sub" and task.env == {"A": "1", "B": "3"} and task.test_env == {"C": "4"}
     assert [(p, m) for _, p, m in task.files] == [("sub/data.txt", 0o644), ("sub/run.sh", 0o755), ("data.txt", 0o700)]
     assert task.not_applied == ("environment.env.KEY",)
@@ -202,15 +203,15 @@ def test_links_and_unreadable_texts_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "t", HARBOR)
     (folder / "environment" / "link").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match="environment/link: expected plain files"):
-        load_task(folder, "t")
+        load_task(folder, "t", max_bytes=MAX)
     (folder / "environment" / "link").unlink()
     os.mkfifo(folder / "tests" / "pipe")
     with pytest.raises(UserError, match="tests/pipe: expected plain files"):
-        load_task(folder, "t")
+        load_task(folder, "t", max_bytes=MAX)
     (folder / "tests" / "pipe").unlink()
     (folder / "instruction.md").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="can't be read"):
-        load_task(folder, "t")
+        load_task(folder, "t", max_bytes=MAX)
 
 
 def test_folders_of_tasks(tmp_path: Path) -> None:
@@ -218,12 +219,12 @@ def test_folders_of_tasks(tmp_path: Path) -> None:
     write(tmp_path / "one", HARBOR)
     write(tmp_path / ".hidden", HARBOR)
     write(tmp_path / "notes", {"README.md": "x"})
-    assert [task.name for task in load_tasks(tmp_path)] == ["b/two", "one"]
-    assert [task.name for task in load_tasks(tmp_path / "one")] == ["one"]
+    assert [task.name for task in load_tasks(tmp_path, max_bytes=MAX)] == ["b/two", "one"]
+    assert [task.name for task in load_tasks(tmp_path / "one", max_bytes=MAX)] == ["one"]
     with pytest.raises(UserError, match="no such folder"):
-        load_tasks(tmp_path / "nowhere")
+        load_tasks(tmp_path / "nowhere", max_bytes=MAX)
     with pytest.raises(UserError, match=r"no task\.toml or task\.yaml in it"):
-        load_tasks(tmp_path / "notes")
+        load_tasks(tmp_path / "notes", max_bytes=MAX)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_the_examples_load() -> None:
-    tasks = {task.name: task for task in load_tasks(EXAMPLES)}
+    tasks = {task.name: task for task in load_tasks(EXAMPLES, max_bytes=MAX)}
     assert sorted(tasks) == ["mend-wordcount", "retune-config", "rotate-logs"]
     assert all(task.solution and task.category for task in tasks.values())
     assert tasks["retune-config"].env == {"SERVICE_CONF": "/app/conf.d"}

@@ -85,6 +85,8 @@ class Environment(ABC):
     path_options: ClassVar[tuple[str, ...]] = ()
     #: What a user should know before the run starts, a line each; submit shows them.
     warnings: tuple[str, ...] = ()
+    #: Assistant messages that an episode may take; rollout.max_turns should be no less. 0 = no matter.
+    max_turns: int = 0
 
     @abstractmethod
     def prompt(self, seed: int, *, split: str) -> Prompt:

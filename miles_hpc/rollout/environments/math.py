@@ -72,6 +72,7 @@ class MathEnvironment(Environment):
 
     name = "math"
     path_options: ClassVar[tuple[str, ...]] = ("prompt_data", "eval_prompt_data")
+    max_turns = 1
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self.options = o = parse_options(options, MathOptions, self.name)

@@ -88,6 +88,7 @@ class ShellEnvironment(Environment):
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self.options = parse_options(options, ShellOptions, self.name)
         o = self.options
+        self.max_turns = o.max_turns
         if unknown := set(o.kinds) - set(_KINDS):
             raise UserError(f"environment.options.kinds: {sorted(unknown)}: expected some of {', '.join(_KINDS)}")
         if not (1 <= o.files_min <= o.files_max <= len(_NAMES) and 3 <= o.lines_min <= o.lines_max):

@@ -23,7 +23,7 @@ test should judge by what it computes and read files, not import them, where it 
 
 The agent's time counts its commands; what the model takes is bounded by rollout.trajectory_deadline_s, which has to
 cover commands, model and tests together. rollout.max_turns must be at least `max_turns`: it ends a trajectory without
-a verdict.
+a verdict. What a command and a test may use is [sandbox] of the run file, whatever a task asks for.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class TerminalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     command_timeout_s: float = 30.0  # one command
     output_bytes: int = 4000  # of one command that the model is shown
     test_timeout_s: float = 600.0  # the tests, when the task allows them more
+    task_files_mb: int = 8  # of a task's environment, and of its tests; [sandbox] folder_mb must be twice that
     report_by: Literal["category", "task"] = "category"  # what reports group by; tasks without category: their name
     strict: bool = False  # refuse tasks that ask for what a sandbox can't do, instead of a warning
 
@@ -87,12 +88,13 @@ class TerminalEnvironment(Environment):
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self.options = o = parse_options(options, TerminalOptions, self.name)
         self._format = command_format(o.format)
-        if o.max_turns < 1 or o.output_bytes < 1:
-            raise UserError("environment.options: expected max_turns and output_bytes of at least 1")
+        if o.max_turns < 1 or o.output_bytes < 1 or o.task_files_mb < 1:
+            raise UserError("environment.options: expected max_turns, output_bytes and task_files_mb of at least 1")
         for key in ("command_timeout_s", "test_timeout_s"):
             if not 0 < getattr(o, key) < math.inf:
                 raise UserError(f"environment.options.{key} = {getattr(o, key)}: expected seconds, more than 0")
-        self._tasks = {task.name: task for task in load_tasks(Path(o.tasks))}
+        self.max_turns = o.max_turns
+        self._tasks = {task.name: task for task in load_tasks(Path(o.tasks), max_bytes=o.task_files_mb << 20)}
         self._splits = self._deal()
         self.warnings = tuple(
             f"terminal task '{task.name}': not applied: {', '.join(task.not_applied)}"

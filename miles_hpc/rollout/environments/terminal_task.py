@@ -18,7 +18,7 @@
 Sources: harborframework.com/docs/tasks and docs/task-difference (Harbor, schema up to 1.4), terminal-bench's
 docs/tasks and its Task model. Keys that aren't known are ignored, as Harbor ignores them. No image is built: what a
 Dockerfile or the settings ask for and a sandbox can't do is listed in `not_applied`. Resources (cpus, memory, storage)
-aren't applied either: a sandbox has the limits of its host. Reads only.
+aren't applied either: a sandbox has the limits of the run file's [sandbox]. Reads only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from typing import Any
 
 from miles_hpc.core.errors import UserError
 from miles_hpc.rollout.environments.dockerfile import Copied, DockerPlan, plan_dockerfile
-from miles_hpc.rollout.sandbox_driver import SandboxLimits
 from miles_hpc.rollout.sandbox_files import SandboxFile
 from miles_hpc.rollout.sandbox_launcher import LINKS, MAX_INODES
 
@@ -74,25 +73,32 @@ class TerminalTask:
     not_applied: tuple[str, ...]
 
 
-def load_tasks(root: Path) -> list[TerminalTask]:
-    """The task that `root` is, or all below it, by name. Raises UserError: not a folder, no task in it, a bad task."""
+def load_tasks(root: Path, *, max_bytes: int) -> list[TerminalTask]:
+    """The task that `root` is, or all below it, by name. Raises UserError: not a folder, no task in it, a bad task.
+
+    `max_bytes` bounds the files of a task's environment, and those of its tests.
+    """
     if not root.is_dir():
         raise UserError(f"terminal tasks: {root}: no such folder: expected one of task folders, each with a task.toml")
     if _settings_file(root) is not None:
-        return [load_task(root, root.resolve().name)]
+        return [load_task(root, root.resolve().name, max_bytes=max_bytes)]
     folders = sorted(_task_folders(root, _DEPTH))
     if not folders:
         raise UserError(f"terminal tasks: {root}: no task.toml or task.yaml in it or up to {_DEPTH} folders below it")
-    return [load_task(folder, folder.relative_to(root).as_posix()) for folder in folders]
+    return [load_task(folder, folder.relative_to(root).as_posix(), max_bytes=max_bytes) for folder in folders]
 
 
-def load_task(folder: Path, name: str) -> TerminalTask:
+def load_task(folder: Path, name: str, *, max_bytes: int) -> TerminalTask:
     """One task folder. Raises UserError that names the task and the file."""
     try:
         settings = _settings_file(folder)
         if settings is None:
             raise UserError("no task.toml or task.yaml: expected a task folder of Harbor or Terminal-Bench")
-        return _harbor(folder, name) if settings.name == "task.toml" else _terminal_bench(folder, name, settings)
+        is_harbor = settings.name == "task.toml"
+        task = _harbor(folder, name) if is_harbor else _terminal_bench(folder, name, settings)
+        _check_sizes("environment", task.files, max_bytes)
+        _check_sizes("tests", task.tests, max_bytes)
+        return task
     except UserError as error:
         raise UserError(f"terminal task '{name}': {error}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -210,7 +216,7 @@ def _task(
             continue
         path = context / copied.source
         files.append((path, place, copied.mode if copied.mode is not None else _mode(path)))
-    task = TerminalTask(
+    return TerminalTask(
         name=name,
         instruction=instruction,
         workdir=folder,
@@ -219,9 +225,6 @@ def _task(
         not_applied=tuple(not_applied),
         **rest,
     )
-    _check_sizes("environment", task.files)
-    _check_sizes("tests", task.tests)
-    return task
 
 
 def _environment(context: Path, names: list[str], not_applied: list[str]) -> DockerPlan:
@@ -363,11 +366,10 @@ def _below_root(path: str) -> str | None:
     return None
 
 
-def _check_sizes(what: str, files: tuple[tuple[Path, str, int], ...]) -> None:
-    """Against what a sandbox takes by default; one that has less says so when the files are put."""
-    limits = SandboxLimits()
-    sizes = [path.stat().st_size for path, _, _ in files]
-    if len(files) > _MAX_FILES or sum(sizes) > limits.files_bytes or max(sizes, default=0) > limits.file_bytes:
+def _check_sizes(what: str, files: tuple[tuple[Path, str, int], ...], max_bytes: int) -> None:
+    """A sandbox that takes less says so when the files are put."""
+    n_bytes = sum(path.stat().st_size for path, _, _ in files)
+    if len(files) > _MAX_FILES or n_bytes > max_bytes:
         raise UserError(
-            f"{what}: {len(files)} files of {sum(sizes)} bytes: expected at most {_MAX_FILES} of {limits.files_bytes}"
+            f"{what}: {len(files)} files of {n_bytes} bytes: expected at most {_MAX_FILES} of {max_bytes} together"
         )
