@@ -85,7 +85,7 @@ def test_what_can_not_be_done_is_listed_once(text: str) -> None:
 
 def test_variables_modes_and_what_has_no_effect() -> None:
     plan = plan_dockerfile(
-        '# syntax=docker/dockerfile:1\nFROM scratch\nLABEL a=b\nEXPOSE 80\nCMD ["x"]\nARG V=1\n'
+        '# syntax=docker/dockerfile:1\nFROM scratch\nLABEL a=b\nEXPOSE 80\nUSER root\nCMD ["x"]\nARG V=1\n'
         "ENV A=1 B='two words'\nENV C three words\nWORKDIR /app/\n"
         "COPY --chmod=755 a.txt .\nCOPY --chmod=0600 b.txt .\n",
         CONTEXT,

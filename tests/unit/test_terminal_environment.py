@@ -375,6 +375,24 @@ def test_submit_shows_warnings_and_refuses_bad_tasks(
     assert len(errors) == 2 and "terminal task 't': task.toml: 'agent' = 1: expected a table" in errors[1]
 
 
+def test_without_isolation_nothing_is_played(tmp_path: Path) -> None:
+    async def main() -> None:
+        host = SandboxHost(isolation="none")
+        await host.start()
+        try:
+            environment = TerminalEnvironment({"tasks": str(write_task(tmp_path))})
+            prompt = environment.prompt(0, split="train")
+            episode = environment.start(prompt, LocalSandboxes(host), episode_id="e", seed=0)
+            with pytest.raises(UserError, match="isolation none"):
+                await episode.step("DONE")
+            await episode.close()
+            assert not Path("/app").is_symlink() and not Path("/tmp/.task").exists()
+        finally:
+            await host.close()
+
+    asyncio.run(main())
+
+
 def test_a_task_file_that_is_gone_fails_the_group(tmp_path: Path) -> None:
     async def scene(sandboxes: LocalSandboxes, host: SandboxHost) -> None:
         environment = TerminalEnvironment({"tasks": str(write_task(tmp_path))})

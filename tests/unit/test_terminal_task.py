@@ -223,7 +223,11 @@ def test_folders_of_tasks(tmp_path: Path) -> None:
     assert [task.name for task in load_tasks(tmp_path / "one", max_bytes=MAX)] == ["one"]
     with pytest.raises(UserError, match="no such folder"):
         load_tasks(tmp_path / "nowhere", max_bytes=MAX)
-    with pytest.raises(UserError, match=r"no task\.toml or task\.yaml in it"):
+    write(tmp_path / "bad", {"task.toml": "a ="})
+    assert [task.name for task in load_tasks(tmp_path, exclude=("bad", "b/*"), max_bytes=MAX)] == ["one"]
+    with pytest.raises(UserError, match="all 3 tasks are excluded"):
+        load_tasks(tmp_path, exclude=("*",), max_bytes=MAX)
+    with pytest.raises(UserError, match=r"no task\.toml or task\.yaml up to"):
         load_tasks(tmp_path / "notes", max_bytes=MAX)
 
 

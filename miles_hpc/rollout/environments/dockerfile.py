@@ -10,7 +10,7 @@
 |---|---|
 | COPY, ADD | applied for files of the context; not `--from`, archives and addresses that ADD would fetch |
 | WORKDIR, ENV | applied; not with variables in them |
-| LABEL MAINTAINER EXPOSE STOPSIGNAL CMD ARG | without effect on what an agent sees |
+| LABEL MAINTAINER EXPOSE STOPSIGNAL CMD ARG, USER root | without effect on what an agent sees |
 | all others | not applied |
 
 The last stage of several counts. Format: https://docs.docker.com/reference/dockerfile/ (COPY: a folder's contents are
@@ -108,7 +108,7 @@ def plan_dockerfile(text: str, context: Sequence[str], *, default_workdir: str) 
     for step in read_instructions(text):
         if step.name == "FROM":
             plan = DockerPlan(not_applied=[] if step.rest.split()[:1] == ["scratch"] else [str(step)])
-        elif step.name in _WITHOUT_EFFECT:
+        elif step.name in _WITHOUT_EFFECT or (step.name == "USER" and step.rest in ("root", "0")):
             continue
         elif step.name == "WORKDIR" and step.rest and "$" not in step.rest:
             plan.workdir = _absolute(step.rest.strip("'\""), plan.workdir or default_workdir)

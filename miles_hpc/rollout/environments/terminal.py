@@ -23,7 +23,8 @@ test should judge by what it computes and read files, not import them, where it 
 
 The agent's time counts its commands; what the model takes is bounded by rollout.trajectory_deadline_s, which has to
 cover commands, model and tests together. rollout.max_turns must be at least `max_turns`: it ends a trajectory without
-a verdict. What a command and a test may use is [sandbox] of the run file, whatever a task asks for.
+a verdict. What a command and a test may use is [sandbox] of the run file, whatever a task asks for. Sandboxes must be
+isolated: without isolation there is no /app.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class TerminalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`[environment.options]` of a run file. Patterns are those of a shell, for names below the folder of tasks."""
 
     tasks: str  # a folder of task folders, or one task folder
+    exclude_tasks: tuple[str, ...] = ()  # patterns of tasks that are left out, unread
     eval_tasks: tuple[str, ...] = ()  # patterns of tasks held out for evaluation
     demo_tasks: tuple[str, ...] = ()  # patterns of tasks whose solution is played for the warm start
     format: str = "fenced"  # how the model calls: a name of the table in commands.py
@@ -94,7 +96,10 @@ class TerminalEnvironment(Environment):
             if not 0 < getattr(o, key) < math.inf:
                 raise UserError(f"environment.options.{key} = {getattr(o, key)}: expected seconds, more than 0")
         self.max_turns = o.max_turns
-        self._tasks = {task.name: task for task in load_tasks(Path(o.tasks), max_bytes=o.task_files_mb << 20)}
+        self._tasks = {
+            task.name: task
+            for task in load_tasks(Path(o.tasks), exclude=o.exclude_tasks, max_bytes=o.task_files_mb << 20)
+        }
         self._splits = self._deal()
         self.warnings = tuple(
             f"terminal task '{task.name}': not applied: {', '.join(task.not_applied)}"
@@ -195,11 +200,15 @@ class _TerminalEpisode(Episode):
         files = await asyncio.to_thread(read_files, task.files)
         await self._sandboxes.create(self._id, {})
         self._created = True
-        put = await self._sandboxes.put(self._id, "", files)
-        folders = " ".join(map(shlex.quote, (task.workdir, f"{TASK_FOLDER}/tests", f"{TASK_FOLDER}/logs/agent")))
-        made = await self._sandboxes.execute(self._id, f"mkdir -p -- {folders}", timeout_s=30.0)
-        if put.exit_code != 0 or made.exit_code != 0:
-            said = " ".join((put.output + made.output).split())[:200]
+        # First, because it is refused where there is no isolation, and with it all that follows.
+        logs = {"logs/agent/.keep": SandboxFile(b"")}
+        results = [
+            await self._sandboxes.put(self._id, TASK_FOLDER, logs, replace=True),
+            await self._sandboxes.put(self._id, "", files),
+            await self._sandboxes.execute(self._id, f"mkdir -p -- {shlex.quote(task.workdir)}", timeout_s=30.0),
+        ]
+        if any(result.exit_code != 0 for result in results):
+            said = " ".join("".join(result.output for result in results).split())[:200]
             raise UserError(f"terminal task '{task.name}': its files don't go into a sandbox: {said or 'no room'}")
 
     async def _run(self, command: str, env: Mapping[str, str], timeout_s: float, max_bytes: int) -> SandboxResult:

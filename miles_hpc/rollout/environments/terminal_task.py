@@ -29,6 +29,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,19 +74,26 @@ class TerminalTask:
     not_applied: tuple[str, ...]
 
 
-def load_tasks(root: Path, *, max_bytes: int) -> list[TerminalTask]:
+def load_tasks(root: Path, *, max_bytes: int, exclude: tuple[str, ...] = ()) -> list[TerminalTask]:
     """The task that `root` is, or all below it, by name. Raises UserError: not a folder, no task in it, a bad task.
 
-    `max_bytes` bounds the files of a task's environment, and those of its tests.
+    `max_bytes` bounds the files of a task's environment, and those of its tests. Tasks whose names match a pattern of
+    `exclude` aren't read.
     """
     if not root.is_dir():
         raise UserError(f"terminal tasks: {root}: no such folder: expected one of task folders, each with a task.toml")
     if _settings_file(root) is not None:
         return [load_task(root, root.resolve().name, max_bytes=max_bytes)]
-    folders = sorted(_task_folders(root, _DEPTH))
+    found = {folder.relative_to(root).as_posix(): folder for folder in sorted(_task_folders(root, _DEPTH))}
+    folders = {n: folder for n, folder in found.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
     if not folders:
-        raise UserError(f"terminal tasks: {root}: no task.toml or task.yaml in it or up to {_DEPTH} folders below it")
-    return [load_task(folder, folder.relative_to(root).as_posix(), max_bytes=max_bytes) for folder in folders]
+        seen = (
+            f"all {len(found)} tasks are excluded"
+            if found
+            else f"no task.toml or task.yaml up to {_DEPTH} folders down"
+        )
+        raise UserError(f"terminal tasks: {root}: {seen}: expected a folder of task folders")
+    return [load_task(folder, name, max_bytes=max_bytes) for name, folder in folders.items()]
 
 
 def load_task(folder: Path, name: str, *, max_bytes: int) -> TerminalTask:
