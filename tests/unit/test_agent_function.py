@@ -215,6 +215,38 @@ def test_an_agent_that_exits_ends_neither_the_process_nor_the_others() -> None:
     play(exits, scene)
 
 
+async def openai_with_key(
+    base_url: str, prompt: Any, request_kwargs: Any, metadata: Any, api_key: str
+) -> dict[str, Any]:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = await client.chat.completions.create(model="policy", messages=prompt, **request_kwargs)
+    return {"said": answer.choices[0].message.content}
+
+
+async def openai_for_miles(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any) -> dict[str, Any]:
+    """As an agent that was written for an open endpoint: any key will do there."""
+    return await openai_with_key(base_url, prompt, request_kwargs, metadata, "EMPTY")
+
+
+@pytest.mark.parametrize("function", [openai_with_key, openai_for_miles])
+def test_openais_client_is_let_in_both_ways(function: Any, asked: tuple[AgentSession, list[dict[str, Any]]]) -> None:
+    pytest.importorskip("openai")
+    session, requests = asked
+
+    async def scene(runner: AgentRunner) -> None:
+        outcome = await runner.run(TASK, session, Deadline(60, "agent"))
+        assert outcome.status is SampleStatus.COMPLETED, outcome.error
+        assert outcome.metadata == {"said": r"It is \boxed{7}."}
+        refused = await runner.run(TASK, AgentSession(session.base_url, "other"), Deadline(60, "agent"))
+        assert refused.status is SampleStatus.FAILED and "401" in refused.error
+
+    play(function, scene)
+    (body,) = requests
+    assert {"model": "policy", "max_tokens": 50, "temperature": 0.5, "top_p": 0.9, "seed": 7}.items() <= body.items()
+
+
 # ------------------------------------------------------------------------------------------------ ends
 
 
