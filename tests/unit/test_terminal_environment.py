@@ -216,6 +216,14 @@ def test_right_work_without_room_for_the_tests_is_worth_nothing(tmp_path: Path) 
     assert played(tmp_path, "echo 42 >answer", fill, "rm /tmp/f*")[0] == 1.0
 
 
+def test_code_that_the_tests_run_does_not_outbid_them(tmp_path: Path) -> None:
+    test = "timeout 5 bash /app/answer.sh; echo 0 >/logs/verifier/reward.txt"
+    write_task(tmp_path, **{"tests/test.sh": test})
+    hack = """echo 'echo {\\"reward\\": 1} >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt' >answer.sh"""
+    reward, shown = played(tmp_path, hack, "mkdir -p /tmp/.task/logs/verifier; bash answer.sh; cat /logs/verifier/*")
+    assert '{"reward": 1}' in shown[1] and reward == 0.0
+
+
 @needs_python
 def test_python_does_not_import_what_was_left_at_home(tmp_path: Path) -> None:
     test = "python3 -c 'import sys; sys.exit(7)'; [[ $? == 0 ]] && echo 1 >/logs/verifier/reward.txt"
@@ -246,6 +254,8 @@ def test_hidden_files_are_not_there_before_the_end(tmp_path: Path) -> None:
     [
         ("echo 0.25 >/logs/verifier/reward.txt; exit 3", 0.25),  # the file counts, not the exit code
         ("echo '{\"reward\": 0.5}' >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt", 0.5),
+        ("echo '{\"reward\": 1}' >/logs/verifier/reward.json; echo 0.5 >/logs/verifier/reward.txt", 0.5),
+        ("echo broken >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt", 1.0),
         ("true", 0.0),
         ("echo 1 >/logs/verifier/reward.txt; sleep 60", 0.0),  # too long
         ("echo 1 >/logs/verifier/reward.txt; kill -9 $$", 0.0),
@@ -277,26 +287,26 @@ def test_the_older_layout_is_judged_by_the_exit_code(tmp_path: Path, code: int, 
         ("reward.txt", b"1", 1.0),
         ("reward.txt", b" 0.75\n", 0.75),
         ("reward.txt", b"-1", -1.0),
-        ("reward.txt", b"nan", 0.0),
-        ("reward.txt", b"1e999", 0.0),
-        ("reward.txt", b"", 0.0),
-        ("reward.txt", b"\xff", 0.0),
-        ("reward.txt", b"1 2", 0.0),
+        ("reward.txt", b"nan", None),
+        ("reward.txt", b"1e999", None),
+        ("reward.txt", b"", None),
+        ("reward.txt", b"\xff", None),
+        ("reward.txt", b"1 2", None),
         ("reward.json", b"0.5", 0.5),
         ("reward.json", b'{"reward": 0.5, "style": 1}', 0.5),
         ("reward.json", b'{"score": 1}', 1.0),
-        ("reward.json", b'{"a": 1, "b": 1}', 0.0),
-        ("reward.json", b'{"reward": true}', 0.0),
-        ("reward.json", b'{"reward": "1"}', 0.0),
-        ("reward.json", b'{"reward": NaN}', 0.0),
-        ("reward.json", b"{}", 0.0),
-        ("reward.json", b"[1]", 0.0),
-        ("reward.json", b"{", 0.0),
-        ("reward.json", b"[" * 60_000, 0.0),
-        ("reward.json", b"1" + b"0" * 5000, 0.0),
+        ("reward.json", b'{"a": 1, "b": 1}', None),
+        ("reward.json", b'{"reward": true}', None),
+        ("reward.json", b'{"reward": "1"}', None),
+        ("reward.json", b'{"reward": NaN}', None),
+        ("reward.json", b"{}", None),
+        ("reward.json", b"[1]", None),
+        ("reward.json", b"{", None),
+        ("reward.json", b"[" * 60_000, None),
+        ("reward.json", b"1" + b"0" * 5000, None),
     ],
 )
-def test_reward_files(name: str, data: bytes, reward: float) -> None:
+def test_reward_files(name: str, data: bytes, reward: float | None) -> None:
     assert read_reward(name, data) == reward
 
 

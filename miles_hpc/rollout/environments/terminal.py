@@ -18,8 +18,9 @@
 | makes the tests exceed their time, or ends the test script | 0 |
 | makes the sandbox start anew (see SandboxHost), or leaves no room for the tests | 0 |
 
-Not defended, as in the convention itself: a test that executes the agent's code gives it the tests' own rights. A
-test should judge by what it computes and read files, not import them, where it can.
+Not defended, as in the convention itself: a test that executes the agent's code gives it the tests' own rights, and a
+process that such code starts may write the reward file last. A test should judge by what it reads, where it can, and
+end what it has started. Of two reward files the lower one counts.
 
 The agent's time counts its commands; what the model takes is bounded by rollout.trajectory_deadline_s, which has to
 cover commands, model and tests together. rollout.max_turns must be at least `max_turns`: it ends a trajectory without
@@ -41,7 +42,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import DeadlineExpired, UserError
 from miles_hpc.core.messages import SandboxResult
 from miles_hpc.core.types import ChatMessage, Prompt
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
@@ -198,8 +199,8 @@ class _TerminalEpisode(Episode):
     async def _set_up(self) -> None:
         task = self._task
         files = await asyncio.to_thread(read_files, task.files)
+        self._created = True  # before it is: whoever cancels this must be able to destroy it
         await self._sandboxes.create(self._id, {})
-        self._created = True
         # First, because it is refused where there is no isolation, and with it all that follows.
         logs = {"logs/agent/.keep": SandboxFile(b"")}
         results = [
@@ -232,6 +233,10 @@ class _TerminalEpisode(Episode):
         hidden = {f"tests/{place}": file for place, file in files.items()}
         hidden["logs/verifier/.keep"] = SandboxFile(b"")
         put = await self._sandboxes.put(self._id, TASK_FOLDER, hidden, replace=True)
+        if put.timed_out:  # nothing of the agent runs any more, so it isn't the agent's doing
+            raise DeadlineExpired(
+                f"terminal task '{task.name}': its tests were not written after {put.duration_s:.0f} s"
+            )
         if put.exit_code != 0 or put.anew:
             return 0.0
         # Python would import what an agent has put below its home.
@@ -243,15 +248,17 @@ class _TerminalEpisode(Episode):
             return 0.0
         if not task.has_reward_file:
             return 1.0 if result.exit_code == 0 else 0.0
+        rewards = []
         for name in ("reward.json", "reward.txt"):
             data = await self._sandboxes.get(self._id, f"/logs/verifier/{name}", _REWARD_BYTES)
-            if data is not None:
-                return read_reward(name, data)
-        return 0.0
+            reward = None if data is None else read_reward(name, data)
+            if reward is not None:
+                rewards.append(reward)
+        return min(rewards, default=0.0)  # one of them may be the doing of the agent's code, which the tests have run
 
 
-def read_reward(name: str, data: bytes) -> float:
-    """The reward in a verifier's file; 0 for what isn't a finite number.
+def read_reward(name: str, data: bytes) -> float | None:
+    """The reward in a verifier's file; None for what isn't a finite number.
 
     `reward.txt` holds a number; `reward.json` is {"reward": number}, or a table of one number under another name.
     """
@@ -262,8 +269,8 @@ def read_reward(name: str, data: bytes) -> float:
             if isinstance(value, dict):
                 value = value["reward"] if "reward" in value or len(value) != 1 else next(iter(value.values()))
             if isinstance(value, bool | str):
-                return 0.0
+                return None
         reward = float(value)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
-        return 0.0
-    return reward if math.isfinite(reward) else 0.0
+        return None
+    return reward if math.isfinite(reward) else None

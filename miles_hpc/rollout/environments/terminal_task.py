@@ -13,7 +13,7 @@
 | seconds for the agent, 600 without | [agent] timeout_sec | max_agent_timeout_sec |
 | seconds for the tests, 600 without | [verifier] timeout_sec | max_test_timeout_sec |
 | tests lie in, and run as | /tests, `bash /tests/test.sh` | /tests, `bash /tests/run-tests.sh` |
-| reward | /logs/verifier/reward.json, else reward.txt | 1 for exit code 0, else 0 |
+| reward | /logs/verifier/reward.json or reward.txt | 1 for exit code 0, else 0 |
 
 Sources: harborframework.com/docs/tasks and docs/task-difference (Harbor, schema up to 1.4), terminal-bench's
 docs/tasks and its Task model. Keys that aren't known are ignored, as Harbor ignores them. No image is built: what a
