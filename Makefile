@@ -1,6 +1,7 @@
 # Everything a developer or a first-time user types. `make` alone explains.
 SHELL := /bin/bash
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 PYTHON ?= python3.11
 PY := $(VENV)/bin/python
 SEED ?= 0
@@ -9,7 +10,7 @@ BOX_ROOT ?= /tmp/miles-box-$(shell id -u)
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-hosts test-lifecycle test-fast explore lint types bench box-up box-down clean
+.PHONY: help setup demo test test-hosts test-lifecycle test-sglang test-fast explore lint types bench box-up box-down clean
 
 help: ## show this list
 	@echo "miles_hpc: RL post-training of language models as Slurm batch jobs"
@@ -31,14 +32,18 @@ test-hosts: setup ## tests between network namespaces as hosts: cut links, black
 test-lifecycle: setup ## whole runs that a cluster interrupts: preempted, cancelled, without progress, on spare nodes
 	@$(PY) -m pytest -m "lifecycle and not gpu"
 
+test-sglang: setup ## the engine suite and its hazards on real SGLang, without a GPU (makes .venv-sglang, 3.3 GB)
+	@PYTHON="$(PYTHON)" SGLANG_VENV="$(SGLANG_VENV)" bash tools/sglang_cpu/setup.sh
+	@MILES_HPC_SGLANG_PYTHON="$(abspath $(SGLANG_VENV))/bin/python" $(PY) -m pytest -m "sglang and not gpu"
+
 test-fast: setup ## only the tests without Slurm, MPI and long runs
-	@$(PY) -m pytest -q -m "not gpu and not slurm and not mpi and not slow"
+	@$(PY) -m pytest -q -m "not gpu and not slurm and not mpi and not slow and not sglang"
 
 explore: setup ## property tests with new random examples, twenty times as many
 	@MILES_HPC_EXPLORE=20 $(PY) -m pytest -q -m "hypothesis and not gpu" tests
 
 lint: ## ruff and shellcheck
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && shellcheck tools/setup.sh .ci/run
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && shellcheck tools/setup.sh tools/sglang_cpu/setup.sh .ci/run
 
 types: ## strict type check
 	@$(VENV)/bin/mypy

@@ -21,6 +21,13 @@ settings.register_profile(
 settings.load_profile("miles_hpc")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first starts a server, which may take minutes on a busy machine."""
+    for item in items:
+        if item.get_closest_marker("sglang") is not None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def pytest_collection_finish() -> None:
     """What all test modules have made by now is there to stay: collections within tests needn't go through it."""
     gc.collect()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_ALL = "not gpu and not netns and not lifecycle"
+_ALL = "not gpu and not netns and not lifecycle and not sglang"
 _CLUSTER = "(slurm or mpi)"
 _NO_TESTS = 5  # pytest's ExitCode.NO_TESTS_COLLECTED
 

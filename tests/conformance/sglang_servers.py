@@ -34,7 +34,7 @@ def options(**changes: object) -> dict[str, object]:
     if not python:
         pytest.skip("no SGLang: set MILES_HPC_SGLANG_PYTHON, or use make test-sglang")
     log = Path(tempfile.gettempdir()) / f"miles-hpc-test-sglang-{os.getpid()}.log"
-    return {"python": python, "log": log, "start_deadline_s": 150.0} | changes
+    return {"python": python, "log": log, "start_deadline_s": 300.0} | changes
 
 
 async def start_server(spec: EngineSpec, *, step_s: float = STEP_S) -> SglangServer:

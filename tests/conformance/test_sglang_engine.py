@@ -41,6 +41,9 @@ from tests.conformance.sglang_servers import forwards, options, shared_engine, s
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
+#: Of log-probs in float32, 2 layers deep. SGLang and transformers order their sums differently.
+TOLERANCE = 1e-4
+
 Scenario = Callable[[SglangEngine, Source, Path], Awaitable[None]]
 
 
@@ -58,6 +61,11 @@ def play(scenario: Scenario, tmp_path: Path, *, kind: str = "moe", **changes) ->
                 await engine.close()
 
     asyncio.run(run())
+
+
+def close(found: np.ndarray, model, tokens: np.ndarray, n: int, temperature: float = 1.0) -> None:
+    """Log-probs of the last n tokens are those of one full forward in float64."""
+    np.testing.assert_allclose(found, reference_log_probs(model, tokens, n, temperature), atol=TOLERANCE)
 
 
 async def under_way(engine: SglangEngine, *, max_new_tokens: int = 30, session: str = "held") -> asyncio.Task:
@@ -84,13 +92,11 @@ def test_log_probs_and_scores_are_those_of_a_full_forward(kind: str, tmp_path: P
                     engine, prompt, session=f"{temperature}-{i}", max_new_tokens=9, temperature=temperature
                 )
                 tokens = np.concatenate((prompt, found.output_ids))
-                np.testing.assert_allclose(
-                    found.log_probs, reference_log_probs(model, tokens, 9, temperature), atol=2e-5
-                )
+                close(found.log_probs, model, tokens, 9, temperature)
         tokens = np.stack([p[:8] for p in prompts(3, seed=9, shortest=8)])
         scores = await engine.score(tokens, deadline_s=60)
         for row, score in zip(tokens, scores, strict=True):
-            np.testing.assert_allclose(score, reference_log_probs(model, row, 7), atol=2e-5)
+            close(score, model, row, 7)
 
     play(scenario, tmp_path, kind=kind)
 
@@ -134,7 +140,7 @@ def test_rows_of_tokens_from_before_an_update_stay_those_of_the_old_weights(tmp_
         before = found.versions[0].end
         tokens = np.concatenate(([1, 2, 3, 4], found.output_ids[:before])).astype(np.int32)
         np.testing.assert_array_equal(found.routed_experts[: len(tokens) - 1], reference_experts(old, tokens)[:-1])
-        np.testing.assert_allclose(found.log_probs[:before], reference_log_probs(old, tokens, before, 0.0), atol=2e-5)
+        close(found.log_probs[:before], old, tokens, before, 0.0)
 
     play(scenario, tmp_path)
 
@@ -151,9 +157,9 @@ def test_a_session_keeps_its_prefix_over_an_update_and_a_new_one_does_not_find_i
         fresh = await generate(engine, turn, session="new", max_new_tokens=4)
         assert fresh.cached_tokens == 0
         tokens = np.concatenate((turn, fresh.output_ids))
-        np.testing.assert_allclose(fresh.log_probs, reference_log_probs(new, tokens, 4), atol=2e-5)
+        close(fresh.log_probs, new, tokens, 4)
         scores = await engine.score(turn[None], deadline_s=60)
-        np.testing.assert_allclose(scores[0], reference_log_probs(new, turn, len(turn) - 1), atol=2e-5)
+        close(scores[0], new, turn, len(turn) - 1)
 
     play(scenario, tmp_path)
 
@@ -172,7 +178,7 @@ def test_requests_that_an_update_ends_go_on_from_their_tokens(tmp_path: Path) ->
         # Everything was flushed, so what came later is a full forward of the new weights.
         tokens = np.concatenate(([1, 2, 3, 4], found.output_ids)).astype(np.int32)
         n_new = 30 - found.versions[0].end
-        np.testing.assert_allclose(found.log_probs[-n_new:], reference_log_probs(new, tokens, n_new, 0.0), atol=2e-5)
+        close(found.log_probs[-n_new:], new, tokens, n_new, 0.0)
 
     play(scenario, tmp_path, pause="abort")
 
@@ -360,7 +366,7 @@ def test_two_ranks_load_and_compare_their_shares_and_a_killed_or_stopped_server_
                         prompt = prompts(1)[0]
                         found = await generate(engine, prompt, max_new_tokens=9)
                         tokens = np.concatenate((prompt, found.output_ids))
-                        np.testing.assert_allclose(found.log_probs, reference_log_probs(model, tokens, 9), atol=2e-5)
+                        close(found.log_probs, model, tokens, 9)
                         np.testing.assert_array_equal(found.routed_experts, reference_experts(model, tokens)[:-1])
                     task = await under_way(engine, max_new_tokens=80)
                     at = time.monotonic()
