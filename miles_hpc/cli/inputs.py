@@ -136,6 +136,11 @@ def check_environment(run: RunConfig) -> None:
             f"an episode may take {environment.max_turns} turns, but rollout.max_turns = {run.rollout.max_turns} "
             "ends it before, without its reward"
         )
+    if environment.episode_s > run.rollout.trajectory_deadline_s:
+        warnings.append(
+            f"an episode may take {environment.episode_s:g} s in its environment alone, but "
+            f"rollout.trajectory_deadline_s = {run.rollout.trajectory_deadline_s:g} ends it before, without its reward"
+        )
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
 

@@ -372,12 +372,13 @@ def test_submit_shows_warnings_and_refuses_bad_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES.parents[2])
-    assert submit("environment.options.max_turns=9") == 0
+    assert submit("environment.options.max_turns=9", "rollout.trajectory_deadline_s=140") == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 3 and "'mend-wordcount': not applied: FROM python:3.12-slim (line 1)" in warnings[0]
+    assert len(warnings) == 4 and "'mend-wordcount': not applied: FROM python:3.12-slim (line 1)" in warnings[0]
     assert warnings[2] == (
         "warning: an episode may take 9 turns, but rollout.max_turns = 4 ends it before, without its reward"
     )
+    assert "an episode may take 150 s in its environment alone" in warnings[3]  # 120 for the agent, 30 for the tests
     assert submit("environment.options.strict=true") == 2
     monkeypatch.chdir(write_task(tmp_path, **{"task.toml": "agent = 1"}))
     assert submit('environment.options={tasks="."}') == 2

@@ -87,6 +87,8 @@ class Environment(ABC):
     warnings: tuple[str, ...] = ()
     #: Assistant messages that an episode may take; rollout.max_turns should be no less. 0 = no matter.
     max_turns: int = 0
+    #: Seconds that an episode may spend here, the model's own time apart; rollout.trajectory_deadline_s should be more.
+    episode_s: float = 0.0
 
     @abstractmethod
     def prompt(self, seed: int, *, split: str) -> Prompt:

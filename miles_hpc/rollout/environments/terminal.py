@@ -101,6 +101,7 @@ class TerminalEnvironment(Environment):
             task.name: task
             for task in load_tasks(Path(o.tasks), exclude=o.exclude_tasks, max_bytes=o.task_files_mb << 20)
         }
+        self.episode_s = max(t.agent_timeout_s + min(t.test_timeout_s, o.test_timeout_s) for t in self._tasks.values())
         self._splits = self._deal()
         self.warnings = tuple(
             f"terminal task '{task.name}': not applied: {', '.join(task.not_applied)}"
