@@ -244,9 +244,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     python_path: list[str] = []  # folders put on every role's import path
     job: JobConfig = JobConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     sft: SftConfig = SftConfig()
     rollout: RolloutConfig = RolloutConfig()
-    sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
