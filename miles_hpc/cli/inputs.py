@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,7 +29,7 @@ from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.load import load_run, load_site, validate, with_absolute_paths
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.registry import resolve
+from miles_hpc.core.registry import names, resolve
 
 __all__ = [
     "RunInputs",
@@ -72,7 +73,7 @@ def find_run_file(text: str, wanted: str = "run file or recipe") -> Path:
 def read_inputs(args: argparse.Namespace, *, default_site: str = "") -> RunInputs:
     """Run file, overrides, site and run directory of a command, validated. Reads only."""
     file = find_run_file(args.run)
-    run = with_absolute_paths(load_run(file, args.set), Path.cwd())
+    run = _absolute_options(with_absolute_paths(load_run(file, args.set), Path.cwd()), Path.cwd())
     name = site_name(args.site, run) or default_site
     site = load_site(name, site_folders())
     run_dir = Path(args.run_dir or run.run_dir or f"runs/{run.name}").expanduser()
@@ -122,9 +123,37 @@ def check_model(run: RunConfig) -> None:
 
 
 def check_environment(run: RunConfig) -> None:
-    """Make the environment once, for its rules about its options; users' code (module:attribute) is left alone."""
-    if ":" not in run.environment.name:
-        resolve("environment", run.environment.name)(run.environment.options)
+    """Make the environment once, for its rules about options and data, and show its warnings (on stderr).
+
+    Users' code (module:attribute) is left alone: it may need what only the roles have.
+    """
+    if ":" in run.environment.name:
+        return
+    environment = resolve("environment", run.environment.name)(run.environment.options)
+    warnings = list(environment.warnings)
+    if environment.max_turns > run.rollout.max_turns:
+        warnings.append(
+            f"an episode may take {environment.max_turns} turns, but rollout.max_turns = {run.rollout.max_turns} "
+            "ends it before, without its reward"
+        )
+    if environment.episode_s > run.rollout.trajectory_deadline_s:
+        warnings.append(
+            f"an episode may take {environment.episode_s:g} s in its environment alone, but "
+            f"rollout.trajectory_deadline_s = {run.rollout.trajectory_deadline_s:g} ends it before, without its reward"
+        )
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _absolute_options(run: RunConfig, base: Path) -> RunConfig:
+    """Paths among a registered environment's options made absolute; `validate` tells of names that aren't known."""
+    name, options = run.environment.name, dict(run.environment.options)
+    if name not in names("environment"):
+        return run
+    for key in resolve("environment", name).path_options:
+        if isinstance(options.get(key), str) and options[key]:
+            options[key] = str(base / Path(options[key]).expanduser())
+    return msgspec.structs.replace(run, environment=msgspec.structs.replace(run.environment, options=options))
 
 
 def materialise_model(run: RunConfig, paths: RunPaths) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "PythonConfig",
     "RolloutConfig",
     "RunConfig",
+    "SandboxConfig",
     "SessionsConfig",
     "SftConfig",
     "SglangConfig",
@@ -112,6 +113,17 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     routing_replay: bool = True  # record routed experts and replay them in training (MoE models)
     sandbox_timeout_s: float = 5.0  # one command
     sandbox_max_output_bytes: int = 256
+
+
+class SandboxConfig(Section, frozen=True, kw_only=True):
+    """Bounds of one sandbox; cpu_s, memory_mb and file_mb hold for each of its processes (setrlimit)."""
+
+    isolation: Literal["auto", "unshare", "bubblewrap", "none"] = "auto"  # none: for commands that are trusted
+    cpu_s: int = 10
+    memory_mb: int = 512  # address space
+    file_mb: int = 8  # one file
+    folder_mb: int = 16  # the working folder and /tmp, each
+    processes: int = 48  # of the sandbox together
 
 
 class SglangConfig(Section, frozen=True, kw_only=True):
@@ -256,6 +268,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     python_path: list[str] = []  # folders put on every role's import path
     job: JobConfig = JobConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     sft: SftConfig = SftConfig()
     rollout: RolloutConfig = RolloutConfig()
     sessions: SessionsConfig = SessionsConfig()

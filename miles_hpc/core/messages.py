@@ -484,6 +484,43 @@ class SandboxResult(Message, frozen=True, kw_only=True):
     truncated: bool
     timed_out: bool
     duration_s: float
+    anew: bool = False  # the sandbox was made anew from its first files: what earlier commands wrote is gone
+
+
+class SandboxFileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a SandboxPut; `path` is relative to its folder, `mode` as chmod(2) takes it."""
+
+    path: str
+    n_bytes: int
+    mode: int
+
+
+class SandboxPut(Message, frozen=True, kw_only=True):
+    """Write files below `folder` ("" = the working folder); payload: their contents in order. Reply: SandboxResult.
+
+    What earlier commands left running is killed first. With `replace` the folder is made anew.
+    """
+
+    sandbox_id: str
+    folder: str
+    files: tuple[SandboxFileEntry, ...]
+    replace: bool = False
+    timeout_s: float = 30.0
+
+
+class SandboxGet(Message, frozen=True, kw_only=True):
+    """Read one plain file. What earlier commands left running is killed first. Reply: SandboxGot."""
+
+    sandbox_id: str
+    path: str
+    max_bytes: int
+    timeout_s: float = 30.0
+
+
+class SandboxGot(Message, frozen=True, kw_only=True):
+    """Payload: the file's bytes. Not `found`: nothing there, or a link, a folder, a pipe, or more than `max_bytes`."""
+
+    found: bool
 
 
 class SandboxDestroy(Message, frozen=True, kw_only=True):

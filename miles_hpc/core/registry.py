@@ -13,7 +13,9 @@ __all__ = ["names", "resolve"]
 
 # What ships with the project; also found when it runs from a source tree whose metadata is older.
 _BUILTIN = {
+    "environment:math": "miles_hpc.rollout.environments.math:MathEnvironment",
     "environment:shell": "miles_hpc.rollout.environments.shell:ShellEnvironment",
+    "environment:terminal": "miles_hpc.rollout.environments.terminal:TerminalEnvironment",
     "engine:torch": "miles_hpc.rollout.torch_engine:TorchEngine",
     "engine:sglang": "miles_hpc.rollout.sglang.engine:SglangEngine",
     "engine:scripted": "miles_hpc.rollout.scripted:ScriptedEngine",

@@ -74,6 +74,11 @@ NUMBERS: dict[str, _Range] = {
     "job.signal_s": _Range(0, 65535),  # sbatch --signal
     "job.max_allocations": _COUNT,
     "job.max_idle_allocations": _COUNT,
+    "sandbox.cpu_s": _COUNT,
+    "sandbox.memory_mb": _Range(64, 10**7),  # bash itself takes some
+    "sandbox.file_mb": _Range(1, 10**7),
+    "sandbox.folder_mb": _Range(2, 10**7),
+    "sandbox.processes": _Range(4, 10**6),
     "sft.steps": _COUNT_OR_NONE,
     "sft.n_demonstrations": _COUNT,
     "sft.batch_size": _COUNT,

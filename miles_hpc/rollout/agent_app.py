@@ -30,7 +30,7 @@ from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResul
 from miles_hpc.rollout.engine_client import RemoteEngine
 from miles_hpc.rollout.role import RolloutHost
 from miles_hpc.rollout.sandbox import SandboxClient
-from miles_hpc.rollout.sandbox_host import SandboxHost
+from miles_hpc.rollout.sandbox_host import SandboxHost, SandboxLimits
 
 __all__ = ["RolloutApp", "SandboxApp"]
 
@@ -213,7 +213,7 @@ class SandboxApp(AgentApp):
         self._identity = identity
         self._secret = secret
         self._interface = interface
-        self._host = SandboxHost()
+        self._host = SandboxHost(isolation=run.sandbox.isolation, limits=SandboxLimits.of(run.sandbox))
         self._listening: Listening | None = None
         self._events = EventLog(paths.events, f"{identity.name}-work", attempt=identity.attempt)
         self._teller: asyncio.Task[None] | None = None

@@ -35,7 +35,7 @@ from miles_hpc.rollout.engine import EngineSpec, RolloutEngine
 from miles_hpc.rollout.environments.base import Environment
 from miles_hpc.rollout.sampler import Bounds, Played, run_group
 from miles_hpc.rollout.sandbox import LocalSandboxes
-from miles_hpc.rollout.sandbox_host import SandboxHost
+from miles_hpc.rollout.sandbox_host import SandboxHost, SandboxLimits
 from miles_hpc.rollout.session.tokenizer import ChatTokenizer
 from miles_hpc.rollout.slots import EngineSlots
 from miles_hpc.weights.broadcast import WeightSource
@@ -99,7 +99,7 @@ async def _evaluate(
 ) -> dict[str, Any]:
     environment: Environment = resolve("environment", run.environment.name)(run.environment.options)
     tokenizer = ChatTokenizer(paths.model)
-    host = SandboxHost()
+    host = SandboxHost(isolation=run.sandbox.isolation, limits=SandboxLimits.of(run.sandbox))
     await host.start()
     try:
         async with _engine(run, folder, device, threads) as engine:

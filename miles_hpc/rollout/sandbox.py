@@ -8,12 +8,22 @@ state is gone with the host, and the trajectory fails.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import PeerLost, ProtocolError, UserError
-from miles_hpc.core.messages import SandboxCreate, SandboxDestroy, SandboxExec, SandboxResult
-from miles_hpc.core.transport import Endpoint
+from miles_hpc.core.messages import (
+    SandboxCreate,
+    SandboxDestroy,
+    SandboxExec,
+    SandboxGet,
+    SandboxGot,
+    SandboxPut,
+    SandboxResult,
+)
+from miles_hpc.core.transport import Buffer, Endpoint, Reply
+from miles_hpc.rollout.sandbox_files import SandboxFile, put_message
 from miles_hpc.rollout.sandbox_host import SandboxHost
 
 __all__ = ["LocalSandboxes", "SandboxClient"]
@@ -89,28 +99,57 @@ class SandboxClient:
                     raise
         self._placed[sandbox_id] = placed
 
-    async def execute(self, sandbox_id: str, command: str) -> SandboxResult:
+    async def execute(
+        self,
+        sandbox_id: str,
+        command: str,
+        *,
+        timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
+    ) -> SandboxResult:
         """Run one command and wait for its end. Raises PeerLost when the sandbox's state is lost with its host."""
-        placed = self._placed.get(sandbox_id)
-        if placed is None:
-            raise UserError(f"no sandbox {sandbox_id!r}: create it first")
         message = SandboxExec(
             sandbox_id=sandbox_id,
             command=command,
-            timeout_s=self._timeout_s,
-            max_output_bytes=self._max_output_bytes,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            max_output_bytes=self._max_output_bytes if max_output_bytes is None else max_output_bytes,
         )
+        reply = await self._call(message, timeout_s=message.timeout_s)
+        return _result(reply)
+
+    async def put(
+        self, sandbox_id: str, folder: str, files: Mapping[str, SandboxFile], *, replace: bool = False
+    ) -> SandboxResult:
+        """As `SandboxHost.put`. Raises RemoteError for what that refuses, else as `execute`."""
+        message = put_message(sandbox_id, folder, files, replace=replace)
+        reply = await self._call(message, [file.data for file in files.values()], timeout_s=message.timeout_s)
+        return _result(reply)
+
+    async def get(self, sandbox_id: str, path: str, max_bytes: int) -> bytes | None:
+        """As `SandboxHost.get`. Raises RemoteError for what that refuses, else as `execute`."""
+        message = SandboxGet(sandbox_id=sandbox_id, path=path, max_bytes=max_bytes)
+        reply = await self._call(message, timeout_s=message.timeout_s)
+        if not isinstance(reply.message, SandboxGot):
+            raise ProtocolError(f"a sandbox host answered a get with {type(reply.message).__name__}")
+        return bytes(reply.payload) if reply.message.found else None
+
+    async def _call(
+        self, message: SandboxExec | SandboxPut | SandboxGet, payload: Sequence[Buffer] = (), *, timeout_s: float
+    ) -> Reply:
+        """Ask the sandbox's host. While nothing was answered yet, a lost host's sandbox is made again elsewhere."""
+        sandbox_id = message.sandbox_id
+        placed = self._placed.get(sandbox_id)
+        if placed is None:
+            raise UserError(f"no sandbox {sandbox_id!r}: create it first")
         moves = 0
         while True:
             try:
                 endpoint = placed.endpoint
                 if endpoint is None or self._hosts.get(placed.host) is not endpoint:
                     raise PeerLost(f"sandbox host {placed.host} is gone, and sandbox {sandbox_id} with it")
-                reply = await endpoint.call(message, deadline_s=self._timeout_s + _OVERHEAD_S)
-                if not isinstance(reply.message, SandboxResult):
-                    raise ProtocolError(f"{placed.host} answered a command with {type(reply.message).__name__}")
+                reply = await endpoint.call(message, payload=payload, deadline_s=timeout_s + _OVERHEAD_S)
                 placed.used = True
-                return reply.message
+                return reply
             except PeerLost:
                 self._lost(placed)
                 moves += 1
@@ -159,6 +198,12 @@ class SandboxClient:
             self.remove_host(placed.host)
 
 
+def _result(reply: Reply) -> SandboxResult:
+    if not isinstance(reply.message, SandboxResult):
+        raise ProtocolError(f"a sandbox host answered a command with {type(reply.message).__name__}")
+    return reply.message
+
+
 class LocalSandboxes:
     """Implements `environments.base.Sandboxes` on a SandboxHost of the same process, which it doesn't own."""
 
@@ -170,10 +215,28 @@ class LocalSandboxes:
     async def create(self, sandbox_id: str, files: dict[str, str]) -> None:
         self._host.create(sandbox_id, files)
 
-    async def execute(self, sandbox_id: str, command: str) -> SandboxResult:
+    async def execute(
+        self,
+        sandbox_id: str,
+        command: str,
+        *,
+        timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
+    ) -> SandboxResult:
         return await self._host.execute(
-            sandbox_id, command, timeout_s=self._timeout_s, max_output_bytes=self._max_output_bytes
+            sandbox_id,
+            command,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            max_output_bytes=self._max_output_bytes if max_output_bytes is None else max_output_bytes,
         )
+
+    async def put(
+        self, sandbox_id: str, folder: str, files: Mapping[str, SandboxFile], *, replace: bool = False
+    ) -> SandboxResult:
+        return await self._host.put(sandbox_id, folder, files, replace=replace)
+
+    async def get(self, sandbox_id: str, path: str, max_bytes: int) -> bytes | None:
+        return await self._host.get(sandbox_id, path, max_bytes)
 
     async def destroy(self, sandbox_id: str) -> None:
         self._host.destroy(sandbox_id)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from miles_hpc.core.config import SandboxConfig
+
 __all__ = ["Sandbox", "SandboxLimits", "driver", "exec_request", "files_request"]
 
 
@@ -23,7 +25,20 @@ class SandboxLimits:
     folder_bytes: int = 16 << 20  # /work and /tmp, each
     command_bytes: int = 64 << 10
     discard_bytes: int = 1 << 20  # output beyond the caller's limit that is read and dropped before the kill
-    files_bytes: int = 8 << 20  # all files of a create together
+    files_bytes: int = 8 << 20  # all files of a create, or of a put, together
+
+    @classmethod
+    def of(cls, config: SandboxConfig) -> SandboxLimits:
+        """Those of a run file."""
+        folder_bytes = config.folder_mb << 20
+        return cls(
+            cpu_s=config.cpu_s,
+            memory_bytes=config.memory_mb << 20,
+            file_bytes=config.file_mb << 20,
+            processes=config.processes,
+            folder_bytes=folder_bytes,
+            files_bytes=folder_bytes // 2,
+        )
 
 
 # PID 1 of a sandbox. It reads from descriptor 3: name, length and content of each file, an empty name, then length and
@@ -103,4 +118,5 @@ class Sandbox:
         self.limit = 0
         self.overflow = False
         self.destroyed = False
+        self.anew = False  # it was started again, and nobody has been told
         self.used = time.monotonic()

@@ -10,7 +10,7 @@
 | its output is complete | the pipe is drained after the status arrived; what was written before is in it |
 | time limit | everything in the sandbox but PID 1 is killed (kill(-1) inside its PID namespace); files stay |
 | output limit | kept bytes are cut at the caller's limit; a command that writes on and on is killed |
-| any doubt | the sandbox is killed and made anew from its first files; the caller is told by exit code 137 |
+| any doubt | the sandbox is killed and made anew from its first files; the caller is told by `anew` |
 | destroy | PID 1 ends, and with it its PID namespace, its processes and its tmpfs |
 
 Not bounded here: the sum over sandboxes of memory (each process is bounded); Slurm's cgroup bounds the job.
@@ -19,30 +19,38 @@ Not bounded here: the sum over sandboxes of memory (each process is bounded); Sl
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import resource
-import socket
-import struct
-import termios
 import time
-from collections.abc import Mapping
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from miles_hpc.core.errors import MilesError, ProtocolError, UserError
+from miles_hpc.core.errors import ProtocolError, UserError
 from miles_hpc.core.messages import (
     Message,
     SandboxCreate,
     SandboxDestroy,
     SandboxExec,
+    SandboxGet,
+    SandboxGot,
     SandboxHostStatus,
+    SandboxPut,
     SandboxResult,
     SandboxStatus,
 )
-from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, driver, exec_request, files_request
-from miles_hpc.rollout.sandbox_launcher import NOBODY, SANDBOX_UID
+from miles_hpc.core.transport import HandlerResult
+from miles_hpc.rollout.sandbox_commands import CommandRunner, SandboxError
+from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, driver
+from miles_hpc.rollout.sandbox_files import (
+    SandboxFile,
+    check_contents,
+    check_files,
+    get_command,
+    put_commands,
+    put_request,
+)
+from miles_hpc.rollout.sandbox_launcher import SANDBOX_UID
 from miles_hpc.rollout.sandbox_link import LauncherLink
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
@@ -52,10 +60,6 @@ Isolation = Literal["auto", "unshare", "bubblewrap", "none"]
 
 
 _QUICK_DEATHS = 5  # of the launcher in a row, each within ten seconds of its start
-
-
-class SandboxError(MilesError):
-    """A sandbox couldn't be made or kept; the command's effect is unknown."""
 
 
 class SandboxHost:
@@ -80,11 +84,8 @@ class SandboxHost:
         self._wanted = isolation
         self._idle_limit_s = idle_limit_s
         self._max_live = max_live
-        self._link: LauncherLink | None = None
+        self.runner = CommandRunner(self.limits)
         self._sandboxes: dict[str, Sandbox] = {}
-        self._incarnations = 0
-        self._executed = 0
-        self._executing_s = 0.0
         self._keepers: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------------------------------- life
@@ -118,13 +119,13 @@ class SandboxHost:
         self._keepers = []
         for sandbox_id in list(self._sandboxes):
             self.destroy(sandbox_id)
-        link, self._link = self._link, None
+        link, self.runner.link = self.runner.link, None
         if link is not None:
             await link.close()
 
     # ------------------------------------------------------------------------------------------- messages
 
-    async def handle(self, message: Message, payload: memoryview | bytes = b"") -> Message | None:
+    async def handle(self, message: Message, payload: memoryview | bytes = b"") -> HandlerResult:
         """Answer one message; None means Ack. Raises ProtocolError for a message that isn't for sandbox hosts."""
         if isinstance(message, SandboxExec):
             return await self.execute(
@@ -136,6 +137,14 @@ class SandboxHost:
         if isinstance(message, SandboxCreate):
             self.create(message.sandbox_id, message.files)
             return None
+        if isinstance(message, SandboxPut):
+            files = put_request(message, payload)
+            return await self.put(
+                message.sandbox_id, message.folder, files, replace=message.replace, timeout_s=message.timeout_s
+            )
+        if isinstance(message, SandboxGet):
+            data = await self.get(message.sandbox_id, message.path, message.max_bytes, timeout_s=message.timeout_s)
+            return SandboxGot(found=data is not None), [data or b""]
         if isinstance(message, SandboxDestroy):
             self.destroy(message.sandbox_id)
             return None
@@ -147,8 +156,8 @@ class SandboxHost:
         return SandboxHostStatus(
             isolation=self.isolation,
             live=len(self._sandboxes),
-            executed=self._executed,
-            executing_s=self._executing_s,
+            executed=self.runner.executed,
+            executing_s=self.runner.executing_s,
         )
 
     # ------------------------------------------------------------------------------------------- sandboxes
@@ -159,13 +168,13 @@ class SandboxHost:
         An existing sandbox of that name is replaced. Raises UserError for names that leave the folder or contents
         that can't be written; SandboxError when the host is full.
         """
-        self._check_files(files)
+        check_contents(files, self.limits)
         self.destroy(sandbox_id)
         if len(self._sandboxes) >= self._max_live:
             raise SandboxError(f"{len(self._sandboxes)} sandboxes are live, the limit of this host")
         sandbox = Sandbox(sandbox_id, files)
         self._sandboxes[sandbox_id] = sandbox
-        self._launch(sandbox)
+        self.runner.launch(sandbox)
 
     async def execute(self, sandbox_id: str, command: str, *, timeout_s: float, max_output_bytes: int) -> SandboxResult:
         """Run `command` with bash in the sandbox's working folder and wait for its end.
@@ -173,9 +182,7 @@ class SandboxHost:
         Commands of one sandbox run one after the other. Raises UserError for an unknown sandbox, SandboxError when
         the sandbox can't be kept.
         """
-        sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is None:
-            raise UserError(f"no sandbox {sandbox_id!r} on this host: create it first")
+        sandbox = self._known(sandbox_id)
         data = command.encode("utf-8", "surrogateescape")
         if b"\0" in data or len(data) > self.limits.command_bytes:
             problem = "holds a NUL byte" if b"\0" in data else f"is longer than {self.limits.command_bytes} bytes"
@@ -183,215 +190,70 @@ class SandboxHost:
                 exit_code=2, output=f"bash: the command {problem}\n", truncated=False, timed_out=False, duration_s=0.0
             )
         async with sandbox.lock:
-            begin = time.monotonic()
-            try:
-                return await self._execute(sandbox, data, timeout_s, max_output_bytes, begin)
-            finally:
-                sandbox.used = time.monotonic()
-                self._executed += 1
-                self._executing_s += sandbox.used - begin
+            return await self.runner.run(sandbox, data, timeout_s, max_output_bytes)
+
+    async def execute_alone(
+        self, sandbox_id: str, commands: Iterable[str], *, timeout_s: float, max_output_bytes: int
+    ) -> tuple[SandboxResult, bytes]:
+        """Kill what earlier commands left running, then run these, one after the other, until one fails.
+
+        Gives the last one's result and its output as it is. `timeout_s` is for all of them. Raises as `execute`.
+        """
+        sandbox = self._known(sandbox_id)
+        end = time.monotonic() + timeout_s
+        async with sandbox.lock:
+            await self.runner.end_the_rest(sandbox)
+            for command in commands:
+                left = max(end - time.monotonic(), 0.0)
+                result = await self.runner.run(sandbox, command.encode(), left, max_output_bytes)
+                if result.exit_code != 0:
+                    break
+            return result, bytes(sandbox.kept)
+
+    async def put(
+        self,
+        sandbox_id: str,
+        folder: str,
+        files: Mapping[str, SandboxFile],
+        *,
+        replace: bool = False,
+        timeout_s: float = 30.0,
+    ) -> SandboxResult:
+        """Write files below `folder` ("" = the working folder), which is made anew with `replace`.
+
+        Exit code 0 when all are written; what is there before a failure stays. Raises UserError for names that leave
+        the folder and for too many or too large files; else as `execute`.
+        """
+        check_files(folder, files, self.limits, isolated=self.isolation != "none")
+        commands = put_commands(folder, files, replace=replace)
+        result, _ = await self.execute_alone(sandbox_id, commands, timeout_s=timeout_s, max_output_bytes=1024)
+        return result
+
+    async def get(self, sandbox_id: str, path: str, max_bytes: int, *, timeout_s: float = 30.0) -> bytes | None:
+        """A plain file's bytes; None when there is none (a link, folder or pipe isn't), or it is larger.
+
+        `path` is relative to the working folder, or absolute. Raises UserError for a bad one; else as `execute`.
+        """
+        if not 0 < max_bytes <= self.limits.file_bytes:
+            raise UserError(f"sandbox file {path!r}: max_bytes = {max_bytes}: expected 1 to {self.limits.file_bytes}")
+        command = get_command(path, max_bytes, isolated=self.isolation != "none")
+        result, data = await self.execute_alone(
+            sandbox_id, [command], timeout_s=timeout_s, max_output_bytes=max_bytes + 1
+        )
+        return data if result.exit_code == 0 and not result.anew and len(data) <= max_bytes else None
 
     def destroy(self, sandbox_id: str) -> None:
         """End a sandbox with everything in it; unknown names are fine."""
         sandbox = self._sandboxes.pop(sandbox_id, None)
         if sandbox is not None:
             sandbox.destroyed = True
-            self._end(sandbox)
+            self.runner.end(sandbox)
 
-    # ------------------------------------------------------------------------------------------- execution
-
-    async def _execute(
-        self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int, begin: float
-    ) -> SandboxResult:
-        if sandbox.destroyed:
-            raise SandboxError(f"sandbox {sandbox.id} was destroyed")
-        if sandbox.control is None:
-            self._launch(sandbox)
-        await self._ready(sandbox)
-        self._drain(sandbox)  # late words of earlier background processes belong to nobody
-        await self._is_clear(sandbox)
-        if sandbox.destroyed:
-            raise SandboxError(f"sandbox {sandbox.id} was destroyed")
-        sandbox.kept.clear()
-        sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
-        timed_out = False
-        status = self._expect_status(sandbox)
-        try:
-            await self._send(sandbox, exec_request(data), timeout_s)
-            try:
-                code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
-            except TimeoutError:
-                timed_out = True
-                self._clear(sandbox)
-                try:
-                    code = 137 if await asyncio.wait_for(status, 5.0) >= 0 else -1
-                except TimeoutError:
-                    code = -1
-            if not await self._is_clear(sandbox):
-                code = -1
-        except asyncio.CancelledError:
-            self._end(sandbox)  # nobody waits for what runs; the next command begins anew
-            raise
-        sandbox.status = None
-        self._drain(sandbox)
-        if code < 0:  # PID 1 is gone or doesn't answer: begin anew from the first files
-            code = 137
-            if sandbox.control is not None:
-                self._stop(sandbox)
-                self._end(sandbox)
-            if not sandbox.destroyed:
-                self._launch(sandbox)
-        return SandboxResult(
-            exit_code=code,
-            output=bytes(sandbox.kept).decode("utf-8", "replace"),
-            truncated=sandbox.n_output > max_output_bytes,
-            timed_out=timed_out,
-            duration_s=time.monotonic() - begin,
-        )
-
-    async def _is_clear(self, sandbox: Sandbox) -> bool:
-        """Wait until no `clear` is under way, which would kill the next command as well; False when it takes long."""
-        if sandbox.cleared is None:
-            return True
-        try:
-            await asyncio.wait_for(asyncio.shield(sandbox.cleared), 5.0)
-        except TimeoutError:
-            return False
-        finally:
-            sandbox.cleared = None
-        return True
-
-    async def _ready(self, sandbox: Sandbox) -> None:
-        """Wait until the sandbox's bash has written its files."""
-        if sandbox.status is None:
-            return
-        try:
-            code = await asyncio.wait_for(asyncio.shield(sandbox.status), 30.0)
-        except TimeoutError:
-            code = -1
-        sandbox.status = None
-        if code != 0:
-            self._end(sandbox)
-            reason = "its files don't fit" if code > 0 else "it didn't start"
-            raise SandboxError(f"sandbox {sandbox.id}: {reason}")
-
-    def _launch(self, sandbox: Sandbox) -> None:
-        if self._link is None or not self._link.is_open:
-            raise SandboxError(
-                "no sandbox launcher: the host isn't started, or its launcher ended and is being replaced"
-            )
-        self._incarnations += 1
-        sandbox.name = f"{self._incarnations}"
-        ours, theirs = socket.socketpair()
-        output, output_theirs = os.pipe()
-        if os.getuid() == 0:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
-            os.fchown(output_theirs, NOBODY, NOBODY)
-        self._link.start(sandbox.name, theirs.detach(), output_theirs)
-        ours.setblocking(False)
-        os.set_blocking(output, False)
-        sandbox.control, sandbox.output = ours, output
-        sandbox.lines.clear()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(ours.fileno(), self._on_control, sandbox)
-        loop.add_reader(output, self._on_output, sandbox)
-        self._expect_status(sandbox)
-        data = files_request(sandbox.files)
-        try:
-            sent = ours.send(data)
-        except OSError:
-            return  # seen as the end of the sandbox
-        if sent < len(data):
-            sandbox.rest = asyncio.create_task(self._send(sandbox, data[sent:], 30.0))
-
-    def _end(self, sandbox: Sandbox) -> None:
-        if sandbox.control is None:
-            return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(sandbox.control.fileno())
-        loop.remove_writer(sandbox.control.fileno())  # of a send under way, which nothing else would take back
-        if sandbox.rest is not None:
-            sandbox.rest.cancel()
-        if sandbox.output >= 0:
-            loop.remove_reader(sandbox.output)
-            os.close(sandbox.output)
-        sandbox.control.close()  # an idle bash ends by itself
-        sandbox.control, sandbox.output = None, -1
-        if sandbox.status is not None:  # still starting, or a command is running
-            self._stop(sandbox)
-            if not sandbox.status.done():
-                sandbox.status.set_result(-1)
-            sandbox.status = None
-
-    def _expect_status(self, sandbox: Sandbox) -> asyncio.Future[int]:
-        sandbox.status = asyncio.get_running_loop().create_future()
-        return sandbox.status
-
-    async def _send(self, sandbox: Sandbox, data: bytes, timeout_s: float) -> None:
-        if sandbox.control is None:
-            return
-        try:
-            await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(sandbox.control, data), timeout_s)
-        except (OSError, TimeoutError):
-            if sandbox.status is not None and not sandbox.status.done():
-                sandbox.status.set_result(-1)
-
-    def _clear(self, sandbox: Sandbox) -> None:
-        if self._link is not None:
-            sandbox.cleared = self._link.clear(sandbox.name)
-
-    def _stop(self, sandbox: Sandbox) -> None:
-        if self._link is not None:
-            self._link.stop(sandbox.name)
-
-    def _on_control(self, sandbox: Sandbox) -> None:
-        assert sandbox.control is not None
-        try:
-            data = sandbox.control.recv(256)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(sandbox.control.fileno())
-            code = -1
-        else:
-            sandbox.lines += data
-            if not sandbox.lines.endswith(b"\n"):
-                return
-            try:
-                code = int(sandbox.lines)
-            except ValueError:
-                code = -1
-            sandbox.lines.clear()
-        if sandbox.status is not None and not sandbox.status.done():
-            sandbox.status.set_result(code)
-
-    def _on_output(self, sandbox: Sandbox) -> None:
-        try:
-            data = os.read(sandbox.output, 65536)
-        except BlockingIOError:
-            return
-        if not data:
-            asyncio.get_running_loop().remove_reader(sandbox.output)
-            return
-        room = sandbox.limit - len(sandbox.kept)
-        if room > 0:
-            sandbox.kept += data[:room]
-        sandbox.n_output += len(data)
-        if sandbox.n_output > sandbox.limit + self.limits.discard_bytes and not sandbox.overflow:
-            sandbox.overflow = True
-            self._clear(sandbox)
-
-    def _drain(self, sandbox: Sandbox) -> None:
-        if sandbox.output < 0:
-            return
-        waiting = struct.unpack("i", fcntl.ioctl(sandbox.output, termios.FIONREAD, b"\0\0\0\0"))[0]
-        while waiting > 0:
-            before = sandbox.n_output
-            self._on_output(sandbox)
-            if sandbox.n_output == before:
-                return
-            waiting -= sandbox.n_output - before
+    def _known(self, sandbox_id: str) -> Sandbox:
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is None:
+            raise UserError(f"no sandbox {sandbox_id!r} on this host: create it first")
+        return sandbox
 
     # ------------------------------------------------------------------------------------------- start and care
 
@@ -399,7 +261,7 @@ class SandboxHost:
         # Since Linux 5.14 the process limit counts per user namespace; before, it would count all of the user's.
         kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
         program = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
-        self._link = await LauncherLink.open(kind, program, self.limits.folder_bytes)
+        self.runner.link = await LauncherLink.open(kind, program, self.limits.folder_bytes)
         self.isolation = kind
 
     async def _probe(self, kind: str) -> None:
@@ -419,7 +281,7 @@ class SandboxHost:
         """Start the launcher again when it ends. Its sandboxes ended with it; each begins anew at its next command."""
         quick = 0
         while quick < _QUICK_DEATHS:
-            link = self._link
+            link = self.runner.link
             if link is None:
                 return
             began = time.monotonic()
@@ -428,7 +290,7 @@ class SandboxHost:
             link.disconnect()
             for sandbox in self._sandboxes.values():
                 if not sandbox.lock.locked():
-                    self._end(sandbox)
+                    self.runner.end(sandbox)
             try:
                 await self._open_link(kind)
             except UserError:
@@ -441,15 +303,3 @@ class SandboxHost:
             for sandbox in list(self._sandboxes.values()):
                 if not sandbox.lock.locked() and time.monotonic() - sandbox.used > self._idle_limit_s:
                     self.destroy(sandbox.id)
-
-    def _check_files(self, files: Mapping[str, str]) -> None:
-        total = 0
-        for name, text in files.items():
-            path = PurePosixPath(name)
-            if not name or path.is_absolute() or ".." in path.parts or "\0" in name or "\n" in name:
-                raise UserError(f"sandbox file {name!r}: expected a path inside the folder")
-            if "\0" in text:
-                raise UserError(f"sandbox file {name!r}: contents with NUL bytes can't be written")
-            total += len(text)
-        if total > self.limits.files_bytes:
-            raise UserError(f"sandbox files of {total} characters: the limit is {self.limits.files_bytes}")

@@ -66,6 +66,16 @@ NOBODY = 65534
 SANDBOX_UID = 1000
 #: Files of /work and of /tmp (kind unshare).
 MAX_INODES = 4096
+#: Where what belongs to a terminal task and not to its working folder lies; /tests and /logs are links into it.
+TASK_FOLDER = "/tmp/.task"
+#: Paths that terminal tasks take for granted (environments/terminal_task.py), in the sandboxes' root.
+LINKS = {
+    "app": "work",
+    "testbed": "work",
+    "workspace": "work",
+    "logs": "tmp/.task/logs",
+    "tests": "tmp/.task/tests",
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _python = ctypes.PyDLL(None)  # keeps the interpreter's lock over a call, which a raw clone needs
@@ -122,6 +132,8 @@ def _build_root(shell: str) -> None:
     _mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=8m,mode=755")
     for folder in ("usr", "dev", "proc", "tmp", "work", "etc", "run"):
         os.mkdir(f"{root}/{folder}")
+    for name, target in LINKS.items():
+        os.symlink(target, f"{root}/{name}")
     folders = ["usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if os.path.islink(f"/{name}"):  # merged /usr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,10 +13,32 @@ import pytest
 from miles_hpc.core.registry import resolve
 from miles_hpc.core.types import Prompt
 from miles_hpc.rollout.environments.base import Environment, Episode, Turn
+from miles_hpc.rollout.environments.commands import command_format
+from miles_hpc.rollout.environments.terminal import TerminalEnvironment
 from miles_hpc.rollout.sandbox import LocalSandboxes
 from miles_hpc.rollout.sandbox_host import SandboxHost
 
-ENVIRONMENTS = {"shell-short": ("shell", {}), "shell-natural": ("shell", {"style": "natural"})}
+DATA = Path(__file__).parents[1] / "data"
+QUESTIONS = {
+    "prompt_data": str(DATA / "questions.jsonl"),
+    "rm_type": "math",
+    "solution_key": "solution",
+    "eval_share": 0.3,
+    "demo_share": 0.3,
+}
+TASKS = {
+    "tasks": str(DATA / "terminal_tasks"),
+    "eval_tasks": ["retune-*"],
+    "demo_tasks": ["rotate-*"],
+    "max_turns": 6,
+}
+ENVIRONMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "math": ("math", QUESTIONS),
+    "shell-natural": ("shell", {"style": "natural"}),
+    "shell-short": ("shell", {}),
+    "terminal": ("terminal", TASKS),
+    "terminal-tools": ("terminal", {**TASKS, "format": "qwen25"}),
+}
 SPLITS = ("train", "eval", "demo")
 
 
@@ -24,6 +48,13 @@ def environment(request: pytest.FixtureRequest) -> Environment:
     made = resolve("environment", name)(options)
     assert isinstance(made, Environment)
     return made
+
+
+def said(environment: Environment, command: str) -> str:
+    """A message that runs this command, where the environment runs commands."""
+    if isinstance(environment, TerminalEnvironment):
+        return command_format(environment.options.format).say(command)
+    return command
 
 
 def play(scene: Callable[[LocalSandboxes, SandboxHost], Awaitable[None]]) -> None:
@@ -62,7 +93,7 @@ def test_start_does_not_block_and_close_frees_everything(environment: Environmen
             episode = environment.start(prompt, sandboxes, episode_id=f"e{steps}", seed=1)
             assert isinstance(episode, Episode) and host.status().live == 0
             for _ in range(steps):
-                await episode.step("ls")
+                await episode.step(said(environment, "ls"))
             await episode.close()
             await episode.close()
             assert host.status().live == 0
@@ -71,7 +102,8 @@ def test_start_does_not_block_and_close_frees_everything(environment: Environmen
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "\n\n", "ans", "ans ", "\x00", "é\udce9", "x" * 5000, "exit 1", "kill -9 $$"]
+    "text",
+    ["", " ", "\n\n", "ans", "ans ", "\x00", "é\udce9", "x" * 5000, "exit 1", "kill -9 $$", "```bash\nkill -9 -1\n```"],
 )
 def test_any_text_is_answered(environment: Environment, text: str) -> None:
     async def scene(sandboxes: LocalSandboxes, host: SandboxHost) -> None:
@@ -92,7 +124,7 @@ def test_episodes_end(environment: Environment) -> None:
         episode = environment.start(environment.prompt(1, split="train"), sandboxes, episode_id="e", seed=1)
         try:
             for _ in range(100):
-                if (await episode.step("ls")).done:
+                if (await episode.step(said(environment, "ls"))).done:
                     return
             raise AssertionError("an episode has a last turn")
         finally:
@@ -106,9 +138,10 @@ def test_episodes_of_one_prompt_do_not_meet(environment: Environment) -> None:
         prompt = environment.prompt(1, split="train")
         one = environment.start(prompt, sandboxes, episode_id="one", seed=1)
         two = environment.start(prompt, sandboxes, episode_id="two", seed=2)
-        await one.step("touch mine")
-        assert "mine" not in (await two.step("ls")).messages[0].content
-        assert "mine" in (await one.step("ls")).messages[0].content
+        if (await one.step(said(environment, "touch mine"))).done:
+            return  # one turn, and nothing that could meet
+        assert "mine" not in (await two.step(said(environment, "ls"))).messages[0].content
+        assert "mine" in (await one.step(said(environment, "ls"))).messages[0].content
         await one.close()
         await two.close()
 

@@ -266,7 +266,7 @@ def test_time_limit_spares_the_next_command(play: Play) -> None:
     """A command that ends by itself just then: what its limit has set off must be over before the next begins."""
 
     async def scene(sh: Shell) -> None:
-        link = sh.host._link
+        link = sh.host.runner.link
         assert link is not None
         clear = link.clear
 
@@ -514,9 +514,9 @@ def test_destroy_interrupts_a_running_command(play: Play) -> None:
         result = await running
         assert result.exit_code == 137
         await _until_gone(marker)
-        assert sh.host._link is not None
+        assert sh.host.runner.link is not None
         async with asyncio.timeout(30):  # and nothing is started in its place
-            while len(_descendants(sh.host._link.process.pid)) > 1:
+            while len(_descendants(sh.host.runner.link.process.pid)) > 1:
                 await asyncio.sleep(0.02)
 
     play(scene)
@@ -665,11 +665,11 @@ def test_a_cancelled_command_leaves_a_usable_sandbox(play: Play) -> None:
 def test_a_lost_launcher_is_replaced(play: Play) -> None:
     async def scene(sh: Shell) -> None:
         assert (await sh("cat b")).output == "13\n"
-        link = sh.host._link
+        link = sh.host.runner.link
         assert link is not None
         link.process.kill()
         async with asyncio.timeout(60):
-            while sh.host._link is link:
+            while sh.host.runner.link is link:
                 await asyncio.sleep(0.02)
         assert (await sh("cat b")).output == "13\n"
         sh.host.create("t", {"x": "y"})

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from miles_hpc.control.opening import open_transport
-from miles_hpc.core.errors import DeadlineExpired, PeerLost, UserError
+from miles_hpc.core.errors import DeadlineExpired, PeerLost, RemoteError, UserError
 from miles_hpc.core.messages import Message, SandboxExec
-from miles_hpc.core.transport import Credentials, Endpoint, Listener, PeerIdentity, Transport
+from miles_hpc.core.transport import Credentials, Endpoint, HandlerResult, Listener, PeerIdentity, Transport
 from miles_hpc.rollout.sandbox import SandboxClient
+from miles_hpc.rollout.sandbox_files import SandboxFile
 from miles_hpc.rollout.sandbox_host import SandboxHost
 
 FILES = {"a": "1\n"}
@@ -31,7 +32,7 @@ class Server:
         self.die_on_exec = False
 
     async def start(self, client: SandboxClient, name: str) -> Endpoint:
-        async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> Message | None:
+        async def handler(endpoint: Endpoint, message: Message, payload: memoryview) -> HandlerResult:
             if self.die_on_exec and isinstance(message, SandboxExec):
                 await self.stop()
             return await self.host.handle(message, payload)
@@ -80,6 +81,25 @@ def test_sandboxes_are_spread_and_destroyed() -> None:
                 await asyncio.sleep(0.01)
         with pytest.raises(UserError, match="create it first"):
             await client.execute("s0", "ls")
+
+    play(scene)
+
+
+def test_files_go_in_and_come_out_and_limits_are_per_call() -> None:
+    async def scene(client: SandboxClient, one: Server, two: Server) -> None:
+        await client.create("s", FILES)
+        files = {"x/y": SandboxFile(bytes(range(256)), 0o755), "large": SandboxFile(b"0123456789" * 60_000)}
+        assert (await client.put("s", "d", files, replace=True)).exit_code == 0
+        assert await client.get("s", "d/x/y", 1000) == bytes(range(256))
+        assert await client.get("s", "d/large", 600_000) == files["large"].data
+        assert await client.get("s", "d/nothing", 1000) is None
+        with pytest.raises(RemoteError, match="expected a path inside the folder"):
+            await client.put("s", "", {"../x": SandboxFile(b"")})
+        assert (await client.execute("s", "seq 100")).truncated
+        assert not (await client.execute("s", "seq 100", max_output_bytes=1000)).truncated
+        assert (await client.execute("s", "sleep 20", timeout_s=0.3)).timed_out
+        with pytest.raises(UserError, match="create it first"):
+            await client.get("t", "a", 10)
 
     play(scene)
 

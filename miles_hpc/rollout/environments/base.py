@@ -7,11 +7,13 @@ An environment runs in the rollout host (no torch). It is stateless itself; what
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from miles_hpc.core.messages import SandboxResult
 from miles_hpc.core.types import ChatMessage, Prompt
+from miles_hpc.rollout.sandbox_files import SandboxFile
 
 __all__ = ["Environment", "Episode", "Sandboxes", "Turn"]
 
@@ -19,11 +21,29 @@ __all__ = ["Environment", "Episode", "Sandboxes", "Turn"]
 class Sandboxes(Protocol):
     """Isolated working folders somewhere; every call has a deadline of its own."""
 
-    async def create(self, sandbox_id: str, files: dict[str, str]) -> None: ...
+    async def create(self, sandbox_id: str, files: dict[str, str]) -> None:
+        """A new sandbox with these text files in its working folder."""
 
-    async def execute(self, sandbox_id: str, command: str) -> SandboxResult: ...
+    async def execute(
+        self,
+        sandbox_id: str,
+        command: str,
+        *,
+        timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
+    ) -> SandboxResult:
+        """Run one command; the run's own limits (rollout.sandbox_*) where none are given."""
 
-    async def destroy(self, sandbox_id: str) -> None: ...
+    async def put(
+        self, sandbox_id: str, folder: str, files: Mapping[str, SandboxFile], *, replace: bool = False
+    ) -> SandboxResult:
+        """Write files below `folder` ("" = the working folder), as `SandboxHost.put` does."""
+
+    async def get(self, sandbox_id: str, path: str, max_bytes: int) -> bytes | None:
+        """A plain file's bytes, as `SandboxHost.get` gives them."""
+
+    async def destroy(self, sandbox_id: str) -> None:
+        """End the sandbox; unknown names are fine."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +78,24 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """A family of tasks."""
+    """A family of tasks. Made from `environment.options` of the run file; bad ones raise UserError."""
 
     name: str
+    #: Options that are paths: submit makes them absolute, because roles start in other folders.
+    path_options: ClassVar[tuple[str, ...]] = ()
+    #: What a user should know before the run starts, a line each; submit shows them.
+    warnings: tuple[str, ...] = ()
+    #: Assistant messages that an episode may take; rollout.max_turns should be no less. 0 = no matter.
+    max_turns: int = 0
+    #: Seconds that an episode may spend here, the model's own time apart; rollout.trajectory_deadline_s should be more.
+    episode_s: float = 0.0
 
     @abstractmethod
     def prompt(self, seed: int, *, split: str) -> Prompt:
-        """The task of this seed; pure. `split` is train, eval or demo; equal seeds of two splits share no task."""
+        """The task of this seed; pure. `split` is train, eval or demo; equal seeds of two splits share no task.
+
+        Raises UserError for a split that has no tasks.
+        """
 
     @abstractmethod
     def start(self, prompt: Prompt, sandboxes: Sandboxes, *, episode_id: str, seed: int) -> Episode:

@@ -31,13 +31,13 @@ import msgspec
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import ChatMessage, Prompt
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
+from miles_hpc.rollout.environments.options import SPLITS, parse_options
 from miles_hpc.rollout.session.tokenizer import ALPHABET
 
 __all__ = ["ShellEnvironment", "ShellOptions"]
 
 _NAMES = "abcdef"
 _KINDS = ("len", "top", "end", "max", "who", "wlen", "wtop", "wmax")
-_SPLITS = ("train", "eval", "demo")
 
 _INSTRUCTIONS = """\
 You are in a folder of small text files with one number per line. Answer a question about them with shell commands.
@@ -86,12 +86,9 @@ class ShellEnvironment(Environment):
     name = "shell"
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
-        try:
-            self.options = msgspec.convert(options or {}, ShellOptions)
-        except msgspec.ValidationError as error:
-            known = ", ".join(ShellOptions.__struct_fields__)
-            raise UserError(f"environment.options: {error}; the shell environment knows {known}") from error
+        self.options = parse_options(options, ShellOptions, self.name)
         o = self.options
+        self.max_turns = o.max_turns
         if unknown := set(o.kinds) - set(_KINDS):
             raise UserError(f"environment.options.kinds: {sorted(unknown)}: expected some of {', '.join(_KINDS)}")
         if not (1 <= o.files_min <= o.files_max <= len(_NAMES) and 3 <= o.lines_min <= o.lines_max):
@@ -107,12 +104,12 @@ class ShellEnvironment(Environment):
 
     def prompt(self, seed: int, *, split: str) -> Prompt:
         """The task of this seed. Tasks are dealt to splits by their own checksum: no task is in two splits."""
-        if split not in _SPLITS:
-            raise UserError(f"split {split!r}: expected one of {', '.join(_SPLITS)}")
+        if split not in SPLITS:
+            raise UserError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         rng = random.Random(f"shell:{seed}")
         while True:
             data = self._draw(rng)
-            if zlib.crc32(repr(data).encode()) % len(_SPLITS) == _SPLITS.index(split):
+            if zlib.crc32(repr(data).encode()) % len(SPLITS) == SPLITS.index(split):
                 break
         kind, argument = data["kind"], data["argument"]
         if self.options.style == "short":

@@ -1,0 +1,1 @@
+"""Wheels for machines without internet: plan, fetch, pack, unpack, verify."""
