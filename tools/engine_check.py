@@ -86,6 +86,9 @@ async def _check(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
         try:
             began = time.monotonic()
             await engine.start()
+            can = getattr(engine, "_can", None)
+            if can is not None:
+                found["updates_in_place"] = can.updates_in_place
             found["start_s"] = round(time.monotonic() - began, 1)
             for number, model in enumerate(models, 1):
                 source.stage(number, model)
