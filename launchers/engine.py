@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from launchers.ending import end_soon, end_with_parent
 from miles_hpc.core import exits
-from miles_hpc.core.errors import UserError
+from miles_hpc.core.errors import MilesError, UserError
 
 if TYPE_CHECKING:
     from miles_hpc.core.config import RunConfig
@@ -50,9 +50,9 @@ def main() -> int:
         paths = RunPaths(args.run_dir.resolve())
         run, site = load_prepared(paths.root)
         return asyncio.run(_serve(args, run, site, paths, parent))
-    except UserError as error:
+    except MilesError as error:
         print(f"engine {args.name}: error: {error}", file=sys.stderr)
-        return exits.USER_ERROR
+        return exits.USER_ERROR if isinstance(error, UserError) else exits.FAILED
 
 
 async def _serve(args: argparse.Namespace, run: RunConfig, site: SiteConfig, paths: RunPaths, parent: int) -> int:
@@ -98,7 +98,11 @@ async def _serve(args: argparse.Namespace, run: RunConfig, site: SiteConfig, pat
             options=engine_options(run, site, log=paths.logs(args.attempt) / f"{args.address_file.stem}-server.log"),
         )
     )
-    await engine.start()
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
     server = EngineServer(engine, term=args.term)
     listener = await server.listen(open_transport("tcp", credentials(args.term)))
     loop = asyncio.get_running_loop()

@@ -123,8 +123,9 @@ class RolloutApp(AgentApp):
                 guard.cancel()
                 serving.cancel()
                 await asyncio.gather(guard, serving, return_exceptions=True)
+            joined = self._host.has_engine(name)
             self._host.remove_engine(name)
-            at_once = time.monotonic() - began < _UTILISATION_S or code == exits.USER_ERROR
+            at_once = time.monotonic() - began < _UTILISATION_S or not joined
             quick = quick + 1 if at_once else 0
             await self._tell_end(name, code, child.log_tail())
             if quick >= _QUICK_DEATHS:
@@ -154,6 +155,8 @@ class RolloutApp(AgentApp):
             while not endpoint.closed.is_set():
                 await asyncio.sleep(_ENGINE_CHECK_S)
                 await asyncio.wait_for(engine.describe(), _ENGINE_SILENT_S)
+                if self._host.gave_up(name):
+                    raise PeerLost("its requests fail though it answers")
         except (MilesError, TimeoutError) as error:
             self._events.verdict("engine_unresponsive", peer=name, evidence=f"{type(error).__name__}: {error}")
         child.kill()

@@ -7,11 +7,12 @@ refused, and `newest_term` is what the engine itself joins weight sources with.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from miles_hpc.core.errors import FencedError, ProtocolError
+from miles_hpc.core.errors import FencedError, PeerLost, ProtocolError
 from miles_hpc.core.messages import (
     AbortGeneration,
     EndSession,
@@ -128,7 +129,8 @@ class EngineServer:
     async def _left(self, endpoint: Endpoint) -> None:
         """Nobody reads the answers any more: free the slots."""
         for request_id in self._under_way.pop(endpoint, set()):
-            await self.engine.abort(request_id)
+            with contextlib.suppress(PeerLost):  # an engine that is gone frees everything anyway
+                await self.engine.abort(request_id)
 
     def _fence(self, endpoint: Endpoint) -> None:
         if endpoint.peer.term < self.newest_term:

@@ -104,6 +104,7 @@ class RolloutHost:
         # (purpose, group id) -> (attempt, task): evaluations and demonstrations have ids of their own
         self._groups: dict[tuple[GroupPurpose, int], tuple[int, asyncio.Task[None]]] = {}
         self._others: set[asyncio.Task[None]] = set()
+        self._syncing: set[str] = set()  # engines with an update under way
         self._demonstrations = asyncio.Semaphore(_DEMONSTRATIONS_AT_ONCE)
 
     # ------------------------------------------------------------------------------------------- engines
@@ -261,13 +262,24 @@ class RolloutHost:
         """An engine that is gone gets nothing more; one that merely refused a request stays."""
         if self._events is not None:
             self._events.verdict("engine_failed", engine=error.engine, evidence=str(error))
+        if error.engine in self._syncing:
+            return  # nothing answers in an update's pause; whether it succeeds will be seen
         if error.gone and self.slots.set_alive(error.engine, False):
             self.announce()
+
+    def has_engine(self, name: str) -> bool:
+        """Whether this engine was taken in and not removed since."""
+        return self.slots.engine(name) is not None
+
+    def gave_up(self, engine: str) -> bool:
+        """Whether nothing is sent to this engine any more: who started it should start another."""
+        return engine not in self._syncing and self.slots.is_dead(engine)
 
     # ------------------------------------------------------------------------------------------- weights
 
     async def _sync(self, message: SyncWeights) -> WeightsSynced:
         engine = self._engine(message.engine)
+        self._syncing.add(message.engine)
         try:
             synced = await engine.sync(
                 message.version, message.source, message.plan_digest, deadline_s=message.deadline_s
@@ -278,6 +290,8 @@ class RolloutHost:
             if isinstance(error, MilesError):
                 self._start(self._refresh(engine))
             raise
+        finally:
+            self._syncing.discard(message.engine)
         self.slots.set_version(message.engine, synced.version)
         self.slots.set_alive(message.engine, True)
         self.announce()
@@ -290,6 +304,7 @@ class RolloutHost:
             self.slots.set_alive(engine.name, False)
         else:
             self.slots.set_version(engine.name, about.version)
+            self.slots.set_alive(engine.name, True)
         await self._send(self.status)
 
     async def _score(self, message: ScoreTokens, payload: memoryview | bytes) -> tuple[Message, Sequence[Buffer]]:

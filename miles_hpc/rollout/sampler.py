@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, UserError
+from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, RemoteError, UserError
 from miles_hpc.core.messages import GenerateGroup
 from miles_hpc.core.types import FinishReason, GroupPurpose, SampleStatus
 from miles_hpc.dataflow.source import derive_seed
@@ -236,7 +236,8 @@ class _Player:
         except (MilesError, OSError) as error:
             if isinstance(error, EngineFailed):
                 raise
-            gone = isinstance(error, PeerLost | DeadlineExpired | OSError)
+            told = error.kind if isinstance(error, RemoteError) else type(error).__name__  # by an engine's own process
+            gone = isinstance(error, OSError) or told in (PeerLost.__name__, DeadlineExpired.__name__)
             raise EngineFailed(engine.name, f"{type(error).__name__}: {error}", gone=gone) from error
         except asyncio.CancelledError:
             await _quietly(engine.abort(request))

@@ -82,6 +82,11 @@ class EngineSlots:
         self._hand_out()
         return True
 
+    def is_dead(self, name: str) -> bool:
+        """Whether this engine is here and was given up."""
+        entry = self._entries.get(name)
+        return entry is not None and not entry.alive
+
     def status(self) -> tuple[EngineStatus, ...]:
         return tuple(
             EngineStatus(name=name, slots=e.slots, version=e.version, alive=e.alive, shape=e.shape)

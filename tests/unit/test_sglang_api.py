@@ -54,7 +54,6 @@ def parse(found: dict[str, Any], **changes: Any):
         "stop_token_ids": (9,),
         "layers": LAYERS,
         "routed_experts_start": 0,
-        "version": V1,
         "spans": True,
     }
     return parse_generation(json.dumps(found).encode(), **(told | changes))
@@ -130,9 +129,25 @@ def test_rows_start_where_asked_and_wide_ids_take_two_bytes() -> None:
     assert wide.decode(text, 3).dtype == np.uint16
 
 
-def test_a_server_without_spans_is_believed_the_version_that_it_held() -> None:
+def test_a_server_without_spans_tells_one_version() -> None:
     found = parse(answer(weight_versions=None), spans=False)
-    assert found.versions == (VersionSpan(version=V1, start=0, end=3),)
+    assert found.versions == (VersionSpan(version=V2, start=0, end=3),)
+    for wrong in ("none", None):
+        with pytest.raises(IntegrityError, match="nobody verified"):
+            parse(answer(weight_versions=None, weight_version=wrong), spans=False)
+
+
+def test_a_retraction_makes_rows_from_before_an_update_those_of_the_newer_weights() -> None:
+    one = [{"version": "1.2", "start": 0, "end": 3}]
+    assert len(parse(answer(num_retractions=1, weight_versions=one)).output_ids) == 3
+    with pytest.raises(IntegrityError, match="retracted after an update"):
+        parse(answer(num_retractions=1))
+    assert len(parse(answer(num_retractions=1), layers=None).output_ids) == 3
+
+
+def test_what_was_aborted_while_retracted_has_no_rows_and_so_no_tokens() -> None:
+    found = parse(answer(finish_reason={"type": "abort"}, routed_experts=None, num_retractions=1))
+    assert found.finish_reason is FinishReason.ABORT and len(found.output_ids) == 0 == len(found.log_probs)
 
 
 def test_a_request_asks_for_all_that_is_checked() -> None:
@@ -159,6 +174,9 @@ def test_scores_are_of_the_tokens_that_follow() -> None:
     assert parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 7).tolist() == [-1.0, -2.0]
     with pytest.raises(IntegrityError):
         parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 50)
+    assert (
+        parse_scores(json.dumps({"meta_info": meta | {"finish_reason": {"type": "abort"}}}).encode(), tokens, 7) is None
+    )
     meta["input_token_logprobs"] = entries[:2]
     with pytest.raises(IntegrityError, match="2 scored tokens: expected 3"):
         parse_scores(json.dumps({"meta_info": meta}).encode(), tokens, 50)
@@ -184,10 +202,16 @@ def test_parts_make_one_generation(cuts: list[tuple[int, int]]) -> None:
         }
         parts.add(parse(found, n_input=n_input + at, routed_experts_start=start, max_new_tokens=n))
         at += n
-    made = parts.whole(FinishReason.LENGTH, experts=True)
+    made = parts.whole(FinishReason.LENGTH, no_rows=LAYERS.decode("", 0))
     assert made.output_ids.tolist() == ids and made.log_probs.tolist() == [-float(i) for i in ids]
     np.testing.assert_array_equal(made.routed_experts, whole[:, [1, 3]])
     versions = [span.version.step for span in made.versions for _ in range(span.start, span.end)]
     assert versions == [step for n, step in cuts for _ in range(n)]
     assert all(a.version != b.version for a, b in zip(made.versions, made.versions[1:], strict=False))
     assert made.cached_tokens == 0
+
+
+def test_no_parts_are_an_empty_generation() -> None:
+    made = Parts().whole(FinishReason.ABORT, no_rows=LAYERS.decode("", 0))
+    assert made.output_ids.dtype == np.int32 and len(made.output_ids) == len(made.log_probs) == 0
+    assert made.routed_experts is not None and made.routed_experts.shape == (0, 2, 2) and made.versions == ()

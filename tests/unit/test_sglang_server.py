@@ -60,11 +60,23 @@ def test_a_server_on_gpus_takes_as_many_as_it_is_wide() -> None:
 
 
 def test_arguments_of_the_run_file_override_defaults() -> None:
-    given = {"attention_backend": "triton", "disable-overlap-schedule": False, "cuda-graph-bs": [1, 2], "x": None}
+    given = {"attention_backend": "triton", "grammar-backend": None, "cuda-graph-bs": [1, 2], "x": None}
     arguments = server_arguments(spec(), SglangOptions(python="p", args=given), DENSE, port=7)
-    assert value(arguments, "--attention-backend") == "triton" and "--disable-overlap-schedule" not in arguments
+    assert value(arguments, "--attention-backend") == "triton" and "--grammar-backend" not in arguments
     at = arguments.index("--cuda-graph-bs")
     assert arguments[at : at + 3] == ["--cuda-graph-bs", "1", "2"] and "--x" not in arguments
+
+
+@pytest.mark.parametrize("name", ["pp-size", "dp_size", "nnodes", "speculative-algorithm"])
+def test_what_updates_were_not_verified_with_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="aren't verified yet"):
+        server_arguments(spec(), SglangOptions(python="p", args={name: 2}), DENSE, port=7)
+
+
+def test_in_place_updates_need_batches_that_do_not_overlap() -> None:
+    for pause, expected in (("in_place", True), ("abort", False)):
+        arguments = server_arguments(spec(device="cuda:0"), SglangOptions(python="p", pause=pause), DENSE, port=7)
+        assert ("--disable-overlap-schedule" in arguments) is expected
 
 
 @pytest.mark.parametrize("name", ["host", "port", "api_key", "admin-api-key", "model-path", "config", "tp_size"])
@@ -148,6 +160,8 @@ class Fused(torch.nn.Module):
         self.qk = torch.nn.Parameter(torch.randn(4, 3), requires_grad=False)
         self.embedding = torch.nn.Parameter(torch.randn(8, 3, dtype=torch.bfloat16), requires_grad=False)
         self.row = torch.nn.Parameter(torch.randn(3, 2), requires_grad=False)
+        self.ab = torch.nn.Parameter(torch.randn(2, 2), requires_grad=False)
+        self.held: dict[str, torch.Tensor] = {}
         self.after = lambda: None
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -164,6 +178,11 @@ class Fused(torch.nn.Module):
             self.embedding.data[6:].fill_(0)
         elif name == "row":
             self.row.data.copy_(tensor.narrow(1, 2 * self.rank, 2))
+        elif name in ("a", "b"):
+            self.held[name] = tensor
+            if len(self.held) == 2:
+                self.ab.data.copy_(torch.cat([self.held["a"], self.held["b"]]))
+                self.held.clear()
 
 
 TENSORS = {
@@ -171,6 +190,8 @@ TENSORS = {
     "k": torch.arange(6.0).reshape(2, 3) + 10,
     "embedding": torch.arange(18.0).reshape(6, 3) / 7,
     "row": torch.arange(12.0).reshape(3, 4),
+    "a": torch.ones(1, 2),
+    "b": torch.full((1, 2), 2.0),
 }
 
 
@@ -188,7 +209,7 @@ class Orders:
 
     def give(self, model: torch.nn.Module, *, check: bool):
         order = self.staging.order(self.tensors, "t", check=check)
-        self.inside.load(model, [("miles_hpc.order", torch.frombuffer(bytearray(order), dtype=torch.uint8))])
+        self.inside.load(model, [("miles_hpc.order", torch.frombuffer(bytearray(order.encode()), dtype=torch.uint8))])
         (verdict,) = self.staging.take_verdicts("t", 1)
         return verdict
 
@@ -206,7 +227,7 @@ def test_loading_then_comparing_finds_all_equal(orders: Orders) -> None:
     assert model.qk[3].tolist() == [13.0, 14.0, 15.0] and model.row.tolist() == [[2, 3], [6, 7], [10, 11]]
     verdict = orders.give(model, check=True)
     assert verdict.ok and verdict.error == "" and verdict.unused == []
-    assert verdict.compared == 12 + 24 + 6
+    assert verdict.compared == 12 + 24 + 6 + 4
 
 
 def test_comparing_changes_nothing_and_tells_what_differs(orders: Orders) -> None:
@@ -228,7 +249,15 @@ def test_the_sign_of_zero_counts(orders: Orders) -> None:
 
 def test_what_no_tensor_reached_and_what_no_parameter_took(inside: ModuleType) -> None:
     orders = Orders(
-        inside, {"q": TENSORS["q"], "embedding": TENSORS["embedding"], "row": TENSORS["row"], "stray": TENSORS["k"]}
+        inside,
+        {
+            "a": TENSORS["a"],
+            "b": TENSORS["b"],
+            "q": TENSORS["q"],
+            "embedding": TENSORS["embedding"],
+            "row": TENSORS["row"],
+            "stray": TENSORS["k"],
+        },
     )
     model = Fused()
     assert orders.give(model, check=False).ok  # SGLang would say success

@@ -127,6 +127,7 @@ class _Meta(msgspec.Struct):
     completion_tokens: int | None = None
     cached_tokens: int = 0
     weight_version: str | None = None
+    num_retractions: int = 0
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
@@ -156,13 +157,12 @@ def parse_generation(
     stop_token_ids: Sequence[int],
     layers: Layers | None,
     routed_experts_start: int,
-    version: WeightVersion,
     spans: bool,
 ) -> Generation:
     """What POST /generate answered with status 200.
 
-    `version` is what the server held all the while, believed where it can't tell versions by token (`spans` False).
-    `layers` None: no routed experts were asked for. Raises IntegrityError.
+    `spans` False: the server tells one version for all tokens, since its updates end what is under way. `layers` None:
+    no routed experts were asked for. Raises IntegrityError.
     """
     answer = _decode(data)
     meta = answer.meta_info
@@ -170,6 +170,9 @@ def parse_generation(
     if reason is None:
         raise IntegrityError(f"finish reason '{meta.finish_reason.type}': expected one of {', '.join(_REASONS)}")
     output = answer.output_ids or []
+    log_probs = meta.output_token_logprobs
+    if reason is FinishReason.ABORT and layers is not None and meta.routed_experts is None:
+        output, log_probs = [], []  # it ended in a queue, retracted, and its tokens' rows are lost
     n = len(output)
     if n > max_new_tokens or (n == 0 and reason is not FinishReason.ABORT):
         raise IntegrityError(f"{n} output tokens with finish reason {reason}: expected 1 to {max_new_tokens}")
@@ -181,19 +184,25 @@ def parse_generation(
             raise IntegrityError(f"{name} is {seen}: expected {expected}")
     if reason is FinishReason.STOP and output[-1] not in stop_token_ids:
         raise IntegrityError(f"stopped at token {output[-1]}: expected one of {sorted(stop_token_ids)}")
+    versions = _versions(meta, n, spans)
+    if meta.num_retractions and layers is not None and len(versions) > 1:
+        raise IntegrityError("retracted after an update: the rows of its earlier tokens are those of the newer weights")
     return Generation(
         output_ids=np.asarray(output, np.int32),
-        log_probs=_log_probs(meta.output_token_logprobs, output),
-        versions=_versions(meta, n, version, spans),
+        log_probs=_log_probs(log_probs, output),
+        versions=versions,
         finish_reason=reason,
         routed_experts=_rows(meta.routed_experts, layers, n_input, n, routed_experts_start),
         cached_tokens=meta.cached_tokens,
     )
 
 
-def parse_scores(data: bytes, tokens: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.float32]:
-    """Log-probs of tokens[1:], float32. Raises IntegrityError."""
-    entries = _decode(data).meta_info.input_token_logprobs or []
+def parse_scores(data: bytes, tokens: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.float32] | None:
+    """Log-probs of tokens[1:], float32; None when it was aborted. Raises IntegrityError."""
+    meta = _decode(data).meta_info
+    if meta.finish_reason.type == "abort":
+        return None
+    entries = meta.input_token_logprobs or []
     if len(entries) != len(tokens):
         raise IntegrityError(f"{len(entries)} scored tokens: expected {len(tokens)}")
     # The vocabulary's last token is told as 0 (SGLang clips what could be an image's hash, one too many); its log-prob
@@ -215,11 +224,11 @@ def _log_probs(entries: Sequence[tuple[float | None, int, Any]] | None, ids: Seq
     return np.minimum(values, 0.0).astype(np.float32)  # rounding may give a hair over 0
 
 
-def _versions(meta: _Meta, n: int, version: WeightVersion, spans: bool) -> tuple[VersionSpan, ...]:
+def _versions(meta: _Meta, n: int, spans: bool) -> tuple[VersionSpan, ...]:
     if n == 0:
         return ()
     if not spans:
-        return (VersionSpan(version=version, start=0, end=n),)
+        return (VersionSpan(version=_version(meta.weight_version or "(none told)"), start=0, end=n),)
     if not meta.weight_versions:
         raise IntegrityError("weight_versions is missing: which weights sampled which token isn't known")
     found, at = [], 0

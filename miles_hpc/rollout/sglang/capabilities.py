@@ -15,7 +15,8 @@ from miles_hpc.rollout.sglang.client import SglangClient
 
 __all__ = ["Capabilities", "probe"]
 
-_PROMPT = np.asarray([0, 0, 0], np.int32)
+#: More than a page of the cache holds, whatever its size.
+_PROMPT_TOKENS = 300
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,26 @@ class Capabilities:
         return self.spans and self.namespaces
 
 
-async def probe(client: SglangClient, layers: Layers | None, deadline: Deadline) -> Capabilities:
+async def probe(client: SglangClient, layers: Layers | None, max_length: int, deadline: Deadline) -> Capabilities:
     """Look at the endpoints and at one small generation. Raises UserError when it lacks something that is needed.
 
-    Routed experts have to come from row 2 on when that is asked for: a server that ignores the start would return rows
-    that belong to other tokens.
+    Routed experts have to come from a late row on when that is asked for: a server that ignores the start would return
+    rows that belong to other tokens.
     """
     paths = await client.paths(deadline.remaining_s)
     needed = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_tensor")
     missing = [path for path in (*needed, "/update_weight_version", "/abort_request") if path not in paths]
     if missing:
         raise UserError(f"engine {client.name}: this SGLang has no {', '.join(missing)}: use 0.5.15 or newer")
+    prompt = np.zeros(min(_PROMPT_TOKENS, max_length - 4), np.int32)
     metas = []
-    for namespace in ("probe-a", "probe-b"):
+    for number, namespace in enumerate(("probe-a", "probe-a", "probe-b")):
         body = generate_request(
-            namespace,
-            _PROMPT,
+            f"probe.{number}",
+            prompt,
             SamplingParams(max_new_tokens=2),
             max_new_tokens=2,
-            routed_experts_start=2 if layers else None,
+            routed_experts_start=len(prompt) - 1 if layers else None,
             namespace=namespace,
         )
         metas.append(msgspec.json.decode(await client.generate(body, deadline)).get("meta_info", {}))
@@ -66,5 +68,5 @@ async def probe(client: SglangClient, layers: Layers | None, deadline: Deadline)
     return Capabilities(
         spans=bool(meta.get("weight_versions")),
         update_session="/begin_weight_update" in paths,
-        namespaces=meta.get("cached_tokens", 0) == 0,
+        namespaces=meta.get("cached_tokens", 0) == 0,  # where the second found the first's prefix
     )

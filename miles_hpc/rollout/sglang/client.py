@@ -43,7 +43,8 @@ class SglangClient:
         self._base = f"http://127.0.0.1:{port}"
         self._data = {"Authorization": f"Bearer {data_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
-        connector = aiohttp.TCPConnector(limit=0, force_close=False)
+        # Given up before the server gives them up (5 s): a POST on a connection that is being closed would be lost.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         # trust_env stays off: a site's proxy must not see loopback traffic.
         self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
@@ -87,9 +88,12 @@ class SglangClient:
         return data
 
     async def abort(self, request_id: str, deadline_s: float) -> None:
-        """Abort one request, or all when empty. They answer with what they have."""
-        body = {"rid": request_id} if request_id else {"abort_all": True}
-        await self._control("/abort_request", body, deadline_s)
+        """Abort one request. It answers with what it has."""
+        await self._control("/abort_request", {"rid": request_id}, deadline_s)
+
+    async def abort_all(self, deadline_s: float) -> None:
+        """Abort every request of this server."""
+        await self._control("/abort_request", {"abort_all": True}, deadline_s)
 
     # ------------------------------------------------------------------------------------------ control
 
@@ -109,7 +113,7 @@ class SglangClient:
 
     async def begin_update(self, deadline_s: float) -> None:
         """Open a weight-update session (servers that have one; see `Capabilities`)."""
-        await self._control("/begin_weight_update", {"selector": "all"}, deadline_s)
+        await self._control("/begin_weight_update", {"selector": "target"}, deadline_s)
 
     async def end_update(self, deadline_s: float) -> None:
         await self._control("/end_weight_update", {}, deadline_s)
@@ -122,6 +126,7 @@ class SglangClient:
         body = {
             "serialized_named_tensors": payloads,
             "load_format": load_format,
+            "selector": "target",
             "flush_cache": False,
             "abort_all_requests": False,
         }

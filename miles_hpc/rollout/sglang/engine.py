@@ -21,11 +21,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import importlib
 import io
+import itertools
 import json
 import pickle
 import secrets
 import time
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +61,16 @@ from miles_hpc.weights.broadcast import fetch
 
 __all__ = ["SglangEngine"]
 
+T = TypeVar("T")
+
 _EXIT_POLL_S = 0.5
 _POLL_S = 0.25
 _CONTROL_S = 60.0  # one control call that moves no weights
 _ABORT_AGAIN_S = 0.5  # an abort that came before its request had arrived there did nothing
 _ABORT_S = 20.0
 _LAST_RESORT_S = 3600.0
+_PAUSE_MARGIN = 1.5
+_MOST_FRUITLESS = 20  # parts without a token, one after the other
 _WATCH_EVERY_S = 5.0
 _HEALTH_S = 20.0
 _HEALTH_FAILURES = 3
@@ -81,7 +91,7 @@ class SglangEngine(RolloutEngine):
         config = config.get("text_config", config)
         self._model_type = str(config.get("model_type", ""))
         self._tied = bool(config.get("tie_word_embeddings", False))
-        self._ends = _end_tokens(config.get("eos_token_id"))
+        self._ends = _end_tokens(spec.model_path)
         wanted = self._shape.n_experts > 0 and self._options.routed_experts
         self._layers = Layers(int(config["num_hidden_layers"]), self._shape) if wanted else None
         self._max_length = min(
@@ -99,6 +109,8 @@ class SglangEngine(RolloutEngine):
         self._lost: str = ""  # why the server is gone
         self._heard = 0.0
         self._scores = 0
+        self._longest_pause_s = 0.0
+        self._endings: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------ the server
 
@@ -109,7 +121,8 @@ class SglangEngine(RolloutEngine):
         if self._owns_server:
             await self._server.start()
         self._client = self._server.connect()
-        self._can: Capabilities = await probe(self._client, self._layers, deadline)
+        self._can: Capabilities = await probe(self._client, self._layers, self._max_length, deadline)
+        await asyncio.to_thread(importlib.import_module, "torch")  # takes seconds, and the first pause shouldn't
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -157,12 +170,16 @@ class SglangEngine(RolloutEngine):
             task.cancel()
         if hasattr(self, "_watcher"):
             self._watcher.cancel()
+        if hasattr(self, "_staging"):  # first: who is asked to end may not get far
+            self._staging.close()
+        if self._owns_server:
+            self._server.kill()  # it has nothing to save
+        for task in self._endings:
+            task.cancel()
         if hasattr(self, "_client"):
             await self._client.close()
         if self._owns_server:
             await self._server.end()
-        if hasattr(self, "_staging"):
-            self._staging.close()
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -185,7 +202,9 @@ class SglangEngine(RolloutEngine):
             max_length=self._max_length,
             vocab_size=self._shape.vocab_size,
         )
-        self._check_serving()
+        self._check_alive()
+        if self._may_start.is_set():
+            self._check_serving()
         if any(r.session_id == session_id for r in self._requests.values()):
             raise ProtocolError(f"session {session_id}: a request is under way already")
         request = Request(request_id, session_id)
@@ -194,6 +213,7 @@ class SglangEngine(RolloutEngine):
         task = asyncio.ensure_future(
             self._in_parts(request, key, input_ids, sampling, routed_experts_start, deadline_s)
         )
+        request.task = task
         try:
             done, _ = await asyncio.wait({task}, timeout=deadline_s)
             if not done:
@@ -201,9 +221,7 @@ class SglangEngine(RolloutEngine):
             return task.result()
         finally:
             if not task.done():  # the caller left
-                request.aborted = True
-                ending = asyncio.ensure_future(self._end(request, task))
-                ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                self._start_ending(request)
             self._requests.pop(key, None)
 
     async def _in_parts(
@@ -220,9 +238,13 @@ class SglangEngine(RolloutEngine):
         deadline = Deadline(deadline_s + _LAST_RESORT_S, f"engine {self.name}: {request.request_id}")
         limit = min(sampling.max_new_tokens, self._max_length - len(input_ids))
         parts = Parts()
-        for number in range(1_000_000):
+        rows = None if self._layers is None else self._layers.decode("", 0)
+        fruitless = 0
+        for number in itertools.count():
             await self._may_start.wait()
             version = self._check_serving()
+            if request.aborted:
+                return parts.whole(FinishReason.ABORT, no_rows=rows)
             ids = np.concatenate((input_ids, *parts.output_ids)) if number else input_ids
             request.rid = f"{key}.{number}"
             body = generate_request(
@@ -234,22 +256,30 @@ class SglangEngine(RolloutEngine):
                 namespace=self._namespace(request.session_id, version),
             )
             data = await self._ask(request, body, deadline)
-            part = parse_generation(
+            part = await asyncio.to_thread(  # megabytes of JSON and base64, where there are routed experts
+                parse_generation,
                 data,
                 n_input=len(ids),
                 max_new_tokens=limit - parts.n_output,
                 stop_token_ids=(*sampling.stop_token_ids, *self._ends),
                 layers=self._layers,
                 routed_experts_start=start + parts.n_rows,
-                version=version,
                 spans=self._can.spans,
             )
+            if request.failure is not None:
+                raise request.failure
             parts.add(part)
             interrupted = part.finish_reason is FinishReason.ABORT and not request.aborted
-            if interrupted and parts.n_output < limit and not deadline.expired:
+            if interrupted and parts.n_output < limit:
+                fruitless = 0 if len(part.output_ids) else fruitless + 1
+                if fruitless > _MOST_FRUITLESS:
+                    raise EngineRefused(
+                        f"{self.name}: {request.request_id} was aborted {fruitless} times by the server"
+                    )
+                await asyncio.sleep(_POLL_S if fruitless > 1 else 0)
                 continue
-            reason = FinishReason.LENGTH if interrupted and parts.n_output == limit else part.finish_reason
-            return parts.whole(reason, experts=self._layers is not None)
+            reason = FinishReason.LENGTH if interrupted else part.finish_reason
+            return parts.whole(reason, no_rows=rows)
         raise AssertionError("unreachable")
 
     async def _ask(self, request: Request, body: dict[str, object], deadline: Deadline) -> bytes:
@@ -268,24 +298,35 @@ class SglangEngine(RolloutEngine):
         deadline = Deadline(_ABORT_S, f"engine {self.name}: {request.request_id} was aborted and didn't answer")
         while not task.done():
             if not self._may_start.is_set():
-                await asyncio.wait({task, asyncio.ensure_future(self._may_start.wait())}, return_when="FIRST_COMPLETED")
+                await asyncio.wait({task}, timeout=_POLL_S)
                 deadline = Deadline(_ABORT_S, deadline.what)
                 continue
             if deadline.expired:
                 task.cancel()
                 raise deadline.error()
-            try:
-                await self._client.abort(request.rid, deadline.remaining_s)
-            except EngineRefused:
-                pass
+            if request.rid:
+                with contextlib.suppress(EngineRefused):
+                    await self._client.abort(request.rid, deadline.remaining_s)
             await asyncio.wait({task}, timeout=_ABORT_AGAIN_S)
 
     async def abort(self, request_id: str = "") -> None:
         self._check_alive()
         for request in list(self._requests.values()):
             if request_id in ("", request.request_id):
-                request.aborted = True
-                await self._client.abort(request.rid, _CONTROL_S)
+                self._start_ending(request)
+
+    def _start_ending(self, request: Request) -> None:
+        """End it without waiting for that here; who waits for the request hears of it."""
+        request.aborted = True
+        if request.task is not None and not request.task.done():
+            ending = asyncio.ensure_future(self._end(request, request.task))
+            self._endings.add(ending)
+            ending.add_done_callback(self._ended)
+
+    def _ended(self, ending: asyncio.Task[None]) -> None:
+        self._endings.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # the request was cancelled then, and its waiter told
 
     def _namespace(self, session_id: str, version: WeightVersion) -> str:
         """Of the version that a session began with. It keeps its prefix over updates; a session that begins later must
@@ -306,11 +347,26 @@ class SglangEngine(RolloutEngine):
         deadline = Deadline(deadline_s, f"engine {self.name}: score")
         self._scores += 1
 
-        async def one(number: int) -> npt.NDArray[np.float32]:
-            body = score_request(f"score.{self._scores}.{number}", tokens[number])
-            return parse_scores(await self._client.generate(body, deadline), tokens[number], self._shape.vocab_size)
+        room = asyncio.Semaphore(self._spec.slots)
 
-        return np.stack(await asyncio.gather(*(one(i) for i in range(len(tokens)))))
+        async def one(row: int) -> npt.NDArray[np.float32]:
+            async with room:
+                for number in itertools.count():  # again where an update ended it
+                    deadline.check()
+                    await asyncio.wait_for(self._may_start.wait(), deadline.remaining_s)
+                    self._check_serving()
+                    body = score_request(f"score.{self._scores}.{row}.{number}", tokens[row])
+                    data = await self._client.generate(body, deadline)
+                    scores = parse_scores(data, tokens[row], self._shape.vocab_size)
+                    if scores is not None:
+                        return scores
+                    await asyncio.sleep(_POLL_S)
+            raise AssertionError("unreachable")
+
+        try:
+            return np.stack(await _all(one(i) for i in range(len(tokens))))
+        except TimeoutError:
+            raise deadline.error() from None
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -358,23 +414,43 @@ class SglangEngine(RolloutEngine):
     async def _update(self, version: WeightVersion, tensors: list[StagedTensor], deadline: Deadline) -> float:
         """The pause. Whatever fails in it leaves weights that nobody knows, and the engine serves nothing."""
         mode = self._options.pause if self._can.updates_in_place else "abort"
+        if deadline.remaining_s < _PAUSE_MARGIN * self._longest_pause_s:
+            # Better late than lost: cut off in the pause, it would leave weights that nobody knows.
+            raise DeadlineExpired(
+                f"{deadline.what}: {deadline.remaining_s:.1f} s are left after fetching, and the last pause took "
+                f"{self._longest_pause_s:.1f} s: raise control.call_deadline_s"
+            )
         began = time.monotonic()
         self._may_start.clear()
         try:
-            await self._client.pause(mode, min(_CONTROL_S, deadline.remaining_s))
+            try:
+                await self._client.pause(mode, min(_CONTROL_S, deadline.remaining_s))
+            except MilesError:
+                with contextlib.suppress(MilesError):  # it may have paused all the same
+                    await self._client.go_on(_CONTROL_S)
+                raise
             try:
                 await self._load(tensors, deadline)
                 if mode == "abort":
                     await self._flush()
                 await self._client.set_version(str(version), deadline.remaining_s)
-            except MilesError as error:
+                self._version = version
+                await self._client.go_on(_CONTROL_S)
+            except Exception as error:
                 raise await self._taint(error) from error
-            self._version = version
-            await self._client.go_on(_CONTROL_S)
+            except BaseException:  # cancelled, by `close`
+                self._end_server("an update was given up in its pause")
+                raise
         finally:
             self._heard = time.monotonic()
             self._may_start.set()
-        return time.monotonic() - began
+        self._longest_pause_s = time.monotonic() - began
+        return self._longest_pause_s
+
+    def _end_server(self, why: str) -> None:
+        self._version = None
+        self._lost = why
+        self._server.kill()
 
     async def _load(self, tensors: list[StagedTensor], deadline: Deadline) -> None:
         """Have every rank load and compare. Raises IntegrityError when one's parameters aren't what was sent."""
@@ -391,7 +467,7 @@ class SglangEngine(RolloutEngine):
 
     async def _order(self, tensors: list[StagedTensor], deadline: Deadline, *, check: bool) -> list[Verdict]:
         token = secrets.token_hex(8)
-        payload = _pickled_order(self._staging.order(tensors, token, check=check))
+        payload = _pickled(await asyncio.to_thread(self._staging.order, tensors, token, check=check))
         ranks = self._options.tensor_parallel
         await self._client.update_from_tensors([payload] * ranks, LOADER, deadline.remaining_s)
         verdicts = self._staging.take_verdicts(token, ranks)
@@ -400,11 +476,12 @@ class SglangEngine(RolloutEngine):
                 raise IntegrityError(f"rank {rank}: {verdict.error}")
         return verdicts
 
-    async def _taint(self, error: MilesError) -> IntegrityError:
+    async def _taint(self, error: Exception) -> IntegrityError:
         """Hold no version: fail what is under way, forget every prefix. A server that refuses even that is ended."""
         self._version = None
         self._born.clear()
-        failure = IntegrityError(f"engine {self.name} serves nothing until a sync succeeds: {error}")
+        why = str(error) if isinstance(error, MilesError) else f"{type(error).__name__}: {error}"
+        failure = IntegrityError(f"engine {self.name} serves nothing until a sync succeeds: {why}")
         for request in self._requests.values():
             request.failure = failure
             request.aborted = True
@@ -418,31 +495,47 @@ class SglangEngine(RolloutEngine):
             await self._client.go_on(_CONTROL_S)
             await self._flush()
         except MilesError as worse:
-            self._lost = f"it had to be ended: {worse}"
-            self._server.kill()
+            self._end_server(f"it had to be ended: {worse}")
         return failure
 
     async def _flush(self) -> None:
         """Forget all prefixes; requests under way are aborted. Raises EngineRefused."""
         for _ in range(_FLUSH_TRIES):
-            await self._client.abort("", _CONTROL_S)
+            await self._client.abort_all(_CONTROL_S)
             if await self._client.flush_cache(_CONTROL_S):
                 return
             await asyncio.sleep(_POLL_S)
         raise EngineRefused(f"{self.name}: what older weights cached can't be flushed")
 
 
-def _end_tokens(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
-def _pickled_order(order: bytes) -> str:
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """The model's own end tokens, from all the places where SGLang looks."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        table = json.loads(path.read_text()) if path.is_file() else {}
+        for value in (table.get("eos_token_id"), table.get("text_config", {}).get("eos_token_id")):
+            found |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(found))
+
+
+def _pickled(path: str) -> str:
     """[(name, tensor)] by value, as /update_weights_from_tensor takes it: base64 of a pickle, read by SGLang's own safe
     unpickler. Nothing is unpickled on this side."""
     import torch
 
     buffer = io.BytesIO()
-    pickle.dump([("miles_hpc.order", torch.frombuffer(bytearray(order), dtype=torch.uint8))], buffer, protocol=4)
+    pickle.dump(
+        [("miles_hpc.order", torch.frombuffer(bytearray(path.encode()), dtype=torch.uint8))], buffer, protocol=4
+    )
     return base64.b64encode(buffer.getvalue()).decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ class Request:
 
     request_id: str
     session_id: str
+    task: asyncio.Future[Generation] | None = None
     aborted: bool = False  # by its caller or its deadline
     failure: MilesError | None = None  # the weights under it were lost
     rid: str = ""  # at the server, now
@@ -59,13 +61,13 @@ class Parts:
         if self.cached_tokens is None:
             self.cached_tokens = part.cached_tokens
 
-    def whole(self, reason: FinishReason, *, experts: bool) -> Generation:
-        """All parts as one generation; at least one must be there."""
+    def whole(self, reason: FinishReason, *, no_rows: npt.NDArray[np.unsignedinteger] | None) -> Generation:
+        """All parts as one generation. `no_rows`: routed experts of no token; None for a model without."""
         return Generation(
-            output_ids=np.concatenate(self.output_ids),
-            log_probs=np.concatenate(self.log_probs),
+            output_ids=np.concatenate([np.empty(0, np.int32), *self.output_ids]),
+            log_probs=np.concatenate([np.empty(0, np.float32), *self.log_probs]),
             versions=tuple(self.versions),
             finish_reason=reason,
-            routed_experts=np.concatenate(self.rows) if experts else None,
+            routed_experts=None if no_rows is None else np.concatenate([no_rows, *self.rows]),
             cached_tokens=self.cached_tokens or 0,
         )

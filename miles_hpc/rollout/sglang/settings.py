@@ -29,9 +29,11 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
-    "disable-overlap-schedule": True,
     "mem-fraction-static": 0.3,
 }
+
+_OWN = ("api-key", "admin-api-key", "config", "tensor-parallel-size")
+_NOT_YET = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size", "nnodes", "node-rank")
 
 #: SGLang refuses inputs that fill its context up to a few tokens; the engine itself bounds input and output.
 _RESERVED = 8
@@ -94,6 +96,9 @@ def server_arguments(spec: EngineSpec, options: SglangOptions, shape: ModelShape
         fixed["context-length"] = spec.max_length + _RESERVED
     if shape.n_experts and options.routed_experts:
         fixed["enable-return-routed-experts"] = True
+    if options.pause == "in_place":
+        # With overlap a batch is under way when the pause begins: its tokens would get the label of the next weights.
+        fixed["disable-overlap-schedule"] = True
     if spec.device == "cpu":
         defaults |= _CPU_DEFAULTS
         if spec.max_length is not None:
@@ -102,8 +107,10 @@ def server_arguments(spec: EngineSpec, options: SglangOptions, shape: ModelShape
         fixed["base-gpu-id"] = _device_number(spec.device) * options.tensor_parallel
     given = {name.replace("_", "-"): value for name, value in options.args.items()}
     for name in given:
-        if name in fixed or name in ("api-key", "admin-api-key", "config", "tensor-parallel-size"):
+        if name in fixed or name in _OWN:
             raise UserError(f"[sglang] args: '{name}' is set by the engine itself: leave it out")
+        if name in _NOT_YET or name.startswith("speculative-"):
+            raise UserError(f"[sglang] args: '{name}': updates of such an engine aren't verified yet: leave it out")
     return _flags(defaults | given | fixed)
 
 
@@ -136,6 +143,7 @@ def server_environment(spec: EngineSpec, options: SglangOptions, own: Mapping[st
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": str(spec.threads),
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are those of the distribution that was sampled from
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the reserve, where the model's length is used whole
     }
     if spec.device == "cpu":

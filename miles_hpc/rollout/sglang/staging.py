@@ -84,23 +84,24 @@ class Staging:
                 verdict = msgspec.json.decode(path.read_bytes(), type=Verdict)
             except (OSError, msgspec.MsgspecError) as error:
                 raise IntegrityError(f"rank {rank} left no verdict on the update: {error}") from error
-            path.unlink()
+            path.unlink(missing_ok=True)
             if verdict.token != token:
                 raise IntegrityError(f"rank {rank}'s verdict is on another update")
             found.append(verdict)
         return found
 
-    def order(self, tensors: Sequence[Any], token: str, *, check: bool) -> bytes:
-        """What the loader is told, JSON. `tensors` are checkpoint.StagedTensor."""
-        return msgspec.json.encode(
-            {
-                "staging": self.path,
-                "tensors": [(t.name, t.dtype, t.shape, t.offset) for t in tensors],
-                "verdict": self.verdicts,
-                "token": token,
-                "check": check,
-            }
-        )
+    def order(self, tensors: Sequence[Any], token: str, *, check: bool) -> str:
+        """Write down what the loader is to do; returns the path. `tensors` are checkpoint.StagedTensor."""
+        told = {
+            "staging": self.path,
+            "tensors": [(t.name, t.dtype, t.shape, t.offset) for t in tensors],
+            "verdict": self.verdicts,
+            "token": token,
+            "check": check,
+        }
+        path = self._folder / "order.json"
+        path.write_bytes(msgspec.json.encode(told))
+        return str(path)
 
     def close(self) -> None:
         """Idempotent."""

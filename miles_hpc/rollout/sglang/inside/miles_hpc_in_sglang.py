@@ -29,6 +29,7 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["load"]
 
@@ -36,7 +37,7 @@ _MOST_NAMES = 5  # of what is wrong, in a verdict
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom loader. The one tensor is the order, JSON as uint8:
+    """SGLang's custom loader. The one tensor is the path of the order, UTF-8 as uint8. The order, JSON:
 
         check     false: load; true: compare, and change nothing
         staging   path of the file that holds the tensors' bytes, each C-contiguous
@@ -47,7 +48,9 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
     The verdict, JSON, appears by rename: token, ok, error, compared (elements), unused (names of tensors that no
     parameter of this rank took), seconds.
     """
-    order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a forward that was launched before the pause still reads the weights
+    order = json.loads(Path(bytes(named_tensors[0][1].cpu().numpy()).decode()).read_bytes())
     verdict: dict[str, Any] = {"token": order["token"], "ok": False, "error": "", "compared": 0, "unused": []}
     try:
         with _staged(order) as tensors:
@@ -169,7 +172,7 @@ class _Comparison(TorchDispatchMode):
 
     def _note_sources(self, args: Any) -> None:
         """Which staged tensors are read, also where a model makes something of them before it copies."""
-        for tensor in args:
+        for tensor in tree_leaves(args):  # some, such as cat, take lists
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
                 i = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
                 if i >= 0 and tensor.data_ptr() < self._regions[i][1]:
