@@ -26,6 +26,7 @@ LOADER = "miles_hpc_in_sglang.load"
 #: SGLang decides some things by memory that a small test machine doesn't have.
 _CPU_DEFAULTS: dict[str, Any] = {
     "device": "cpu",
+    "sleep-on-idle": True,  # else a scheduler without work takes half a core
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
