@@ -30,9 +30,23 @@ def main() -> int:
     if not said or markers.Marker("platform_machine == 'another'").evaluate():
         print("this pip evaluates markers in a way that can't be set", file=sys.stderr)
         return 70
+    _allow_dry_runs()
     sys.argv = ["pip", *sys.argv[2:]]
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
     return 0
+
+
+def _allow_dry_runs() -> None:
+    """Old versions of pip (seen: 23.2) want --target beside --platform even where nothing is installed; with it they
+    would leave out of account what the target has."""
+    from pip._internal.cli import cmdoptions  # type: ignore[import-not-found,unused-ignore]
+
+    check = cmdoptions.check_dist_restriction
+
+    def without_target(options, check_target=False):  # type: ignore[no-untyped-def]
+        check(options, check_target=check_target and not getattr(options, "dry_run", False))
+
+    cmdoptions.check_dist_restriction = without_target
 
 
 if __name__ == "__main__":
