@@ -17,7 +17,7 @@ import torch
 from miles_hpc.core.errors import IntegrityError, UserError
 from miles_hpc.core.types import ModelShape, WeightPiece
 from miles_hpc.rollout.engine import EngineSpec
-from miles_hpc.rollout.sglang.checkpoint import checkpoint_tensors
+from miles_hpc.rollout.sglang.checkpoint import architecture_override, checkpoint_tensors
 from miles_hpc.rollout.sglang.settings import INSIDE, LOADER, SglangOptions, server_arguments, server_environment
 from miles_hpc.rollout.sglang.staging import Staging
 
@@ -131,6 +131,16 @@ def test_mixtral_has_names_of_its_own() -> None:
 def test_a_tied_embedding_goes_under_both_names() -> None:
     found = checkpoint_tensors([piece("model.embed_tokens.weight", 7, 5), piece("x", 2)], "llama", tied=True)
     assert [(t.name, t.offset) for t in found] == [("model.embed_tokens.weight", 0), ("x", 140), ("lm_head.weight", 0)]
+
+
+def test_a_config_without_its_class_is_completed() -> None:
+    assert architecture_override({"model_type": "qwen3", "architectures": ["Other"]}) == {}
+    override = architecture_override({"model_type": "qwen3_moe"})
+    assert override == {"architectures": ["Qwen3MoeForCausalLM"]}
+    arguments = server_arguments(spec(), SglangOptions(python="p"), MOE, port=7, model=override)
+    assert json.loads(value(arguments, "--json-model-override-args")) == override
+    with pytest.raises(UserError, match="model type 'x' none is known"):
+        architecture_override({"model_type": "x"})
 
 
 def test_experts_of_an_unknown_family_are_refused() -> None:

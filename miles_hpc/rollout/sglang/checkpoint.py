@@ -7,14 +7,38 @@ An expert's matrix is a run of bytes within the fused tensor, so nothing is copi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import WeightPiece
 from miles_hpc.weights.bucket import ITEM_BYTES
 
-__all__ = ["StagedTensor", "checkpoint_tensors"]
+__all__ = ["StagedTensor", "architecture_override", "checkpoint_tensors"]
+
+#: transformers' class of a model type, which SGLang chooses its own by; a config made from a table has none.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+
+
+def architecture_override(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What SGLang must be told beside this config.json. Raises UserError for a model type without a known class."""
+    if config.get("architectures"):
+        return {}
+    kind = str(config.get("model_type", ""))
+    if kind not in _ARCHITECTURES:
+        raise UserError(
+            f"config.json has no 'architectures', and for model type '{kind}' none is known: add it; "
+            f"known types: {', '.join(_ARCHITECTURES)}"
+        )
+    return {"architectures": [_ARCHITECTURES[kind]]}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, PeerLost, UserError
 from miles_hpc.core.types import ModelShape
 from miles_hpc.rollout.engine import EngineSpec
+from miles_hpc.rollout.sglang.checkpoint import architecture_override
 from miles_hpc.rollout.sglang.client import EngineRefused, SglangClient
 from miles_hpc.rollout.sglang.settings import SglangOptions, server_arguments, server_environment
 
@@ -37,7 +38,8 @@ class SglangServer:
         # Hexadecimal: SGLang makes arguments of them, and one that began with a dash would be taken for a flag.
         self._keys = {"api-key": secrets.token_hex(32), "admin-api-key": secrets.token_hex(32)}
         self._command = [options.python, "-m", "sglang.launch_server"]
-        self._command += server_arguments(spec, options, shape, port=self._port)
+        model = architecture_override(json.loads((spec.model_path / "config.json").read_text()))
+        self._command += server_arguments(spec, options, shape, port=self._port, model=model)
         self._environment = server_environment(spec, options, os.environ)
         self._child: ChildProcess | None = None
 

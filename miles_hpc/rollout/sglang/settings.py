@@ -6,6 +6,7 @@ weights. Everything else is a default, which `[sglang] args` of the run file ove
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -77,8 +78,13 @@ class SglangOptions:
         return made
 
 
-def server_arguments(spec: EngineSpec, options: SglangOptions, shape: ModelShape, *, port: int) -> list[str]:
-    """Arguments of `python -m sglang.launch_server`, without the keys. Raises UserError for args that are fixed."""
+def server_arguments(
+    spec: EngineSpec, options: SglangOptions, shape: ModelShape, *, port: int, model: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Arguments of `python -m sglang.launch_server`, without the keys. Raises UserError for args that are fixed.
+
+    `model` overrides keys of config.json.
+    """
     fixed: dict[str, Any] = {
         "model-path": str(spec.model_path),
         "load-format": "dummy",  # a version is served only after a sync
@@ -93,6 +99,8 @@ def server_arguments(spec: EngineSpec, options: SglangOptions, shape: ModelShape
         "skip-server-warmup": True,
     }
     defaults: dict[str, Any] = {}
+    if model:
+        fixed["json-model-override-args"] = json.dumps(model)
     if spec.max_length is not None:
         fixed["context-length"] = spec.max_length + _RESERVED
     if shape.n_experts and options.routed_experts:
