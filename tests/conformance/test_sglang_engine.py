@@ -87,7 +87,7 @@ def test_log_probs_and_scores_are_those_of_a_full_forward(kind: str, tmp_path: P
         model = make_model(folder, 1)
         await sync(engine, source, source.stage(1, model))
         for temperature in (0.0, 0.7, 1.0):
-            for i, prompt in enumerate(prompts(3, seed=i_seed(temperature))):
+            for i, prompt in enumerate(prompts(3, seed=int(10 * temperature))):
                 found = await generate(
                     engine, prompt, session=f"{temperature}-{i}", max_new_tokens=9, temperature=temperature
                 )
@@ -99,10 +99,6 @@ def test_log_probs_and_scores_are_those_of_a_full_forward(kind: str, tmp_path: P
             close(score, model, row, 7)
 
     play(scenario, tmp_path, kind=kind)
-
-
-def i_seed(temperature: float) -> int:
-    return int(10 * temperature)
 
 
 def test_routed_experts_are_the_routers_own_in_their_order(tmp_path: Path) -> None:
