@@ -151,10 +151,16 @@ def test_a_listener_that_is_closed_while_somebody_connects(kind: str, turns: int
 
 def test_a_listener_that_does_not_answer_costs_a_deadline(kind: str, dialer: str) -> None:
     """Its thread is busy: the connection stands, the handshake doesn't begin."""
-    go_on = threading.Event()
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        at_work.set()
+        go_on.wait(WAIT_S)
+
     with BlockingServer(kind) as server:
-        busy = threading.Thread(target=server.do, args=(lambda: go_on.wait(WAIT_S),))
+        busy = threading.Thread(target=server.do, args=(work,))
         busy.start()
+        assert at_work.wait(WAIT_S)
         try:
             for _ in range(2):
                 start = time.monotonic()
