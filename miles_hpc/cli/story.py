@@ -88,14 +88,30 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean reward of `n` held-out episodes."""
+    """Mean reward over `n` held-out prompts, and what else was told of them."""
 
     t: float
     step: int
-    when: str  # before | after | sft_only
+    when: str  # before | during | after | sft_only
     n: int
     mean: float
     by_label: Mapping[str, float]
+    n_samples: int = 1  # episodes of each prompt
+    pass_at: Mapping[int, float] = field(default_factory=dict)  # k -> pass@k
+    truncated_ratio: float | None = None
+    version_share: float | None = None  # of the tokens: those that the evaluated weights sampled
+    lag_steps: int | None = None  # steps done until the result was there
+    duration_s: float | None = None
+
+    @property
+    def title(self) -> str:
+        """When it was, in words."""
+        return f"at step {self.step}" if self.when == "during" else self.when.replace("_", " ")
+
+    @property
+    def size(self) -> str:
+        """How many episodes it had, in words."""
+        return f"{self.n} episodes" if self.n_samples == 1 else f"{self.n} prompts × {self.n_samples} episodes"
 
 
 @dataclass(frozen=True)
@@ -129,6 +145,10 @@ class Verdict:
                 words = f"went back to step {f.get('to_step', '?')}{evidence}"
             case "dropped":
                 words = f"dropped group {f.get('group_id', '?')}: {f.get('reason', 'no reason given')}"
+            case "evaluation_skipped":
+                words = (
+                    f"evaluation at step {f.get('step', '?')} skipped ({f.get('reason', 'no reason given')}){evidence}"
+                )
             case "engine_synced":
                 version = f.get("version", "")
                 words = f"weights {version} verified on {who}" if version else f"weights verified on {who}"
@@ -170,7 +190,7 @@ class RunStory:
     steps: tuple[TrainedStep, ...]  # final lineage, ascending
     superseded: tuple[TrainedStep, ...]  # trained, then undone by going back
     allocations: tuple[Allocation, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[Evaluation, ...]  # of the final lineage, one of each step, in order of time
     verdicts: tuple[Verdict, ...]
     idle: tuple[IdleShare, ...]
     peers: tuple[Peer, ...]

@@ -3,11 +3,12 @@
     gather roles ─▶ LoadState ─▶ warm start ─▶ weights to engines ─▶ evaluate ─▶ ┌─ next batch ◀── buffer ◀── GroupDone
                                                                                  │  TrainStep
                                                                                  │  StageWeights ─▶ fleet (per engine)
-                                                                                 └─ every N steps: save
+                                                                                 └─ every N steps: evaluate, save
 | task | waits for | ended by |
 |---|---|---|
 | main | batch, trainer's answers | steps done, AllocationEnds, TrainerLost |
 | producer | credits, free slots | end of the term |
+| one per evaluation (`evaluation`) | its groups | its result, its deadline |
 | one per engine (fleet) | its sync | newer version, loss |
 | handlers | journal, before they acknowledge | |
 
@@ -25,13 +26,14 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
+from checkpoints.journal import JournalWriter, RunCompleted, StepDone
 from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import NO_SPACE, DurableJournal
 from miles_hpc.controller.engines import EngineFleet, Probe
-from miles_hpc.controller.measure import batch_metrics, eval_summary, sync_metrics
+from miles_hpc.controller.evaluation import Evaluations
+from miles_hpc.controller.measure import batch_metrics, sync_metrics
 from miles_hpc.controller.members import TRAINER_RANK0, Members
 from miles_hpc.controller.recovery import StartPlan, payload_present
 from miles_hpc.controller.saving import Checkpoints
@@ -62,7 +64,7 @@ from miles_hpc.core.messages import (
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity, Reply
-from miles_hpc.core.types import GroupPurpose, WeightVersion
+from miles_hpc.core.types import WeightVersion
 from miles_hpc.dataflow.advantage import group_advantages
 from miles_hpc.dataflow.buffer import Batch, GroupBuffer
 from miles_hpc.dataflow.packing import TrainItem, plan_batch, train_items
@@ -121,7 +123,6 @@ class TermLoop:
         self._attempt = credentials.identity.attempt
         self._step = plan.step
         self._last_step = run.sft.steps + run.rollout.n_steps
-        self._evaluations = plan.evaluations
         self._journal = DurableJournal(
             journal,
             fence=lambda: check_newest(paths, self._term, self._attempt),
@@ -164,6 +165,17 @@ class TermLoop:
         self._taken_over = tuple(fresh[: self._buffer.max_admitted])
         self._source = PromptSource.resumed(plan.next_group_id, plan.pending, [g.group_id for g in self._taken_over])
         self._dispatch = Dispatcher(run, self._fleet, self._members, self._buffer, self._source, self._journal, events)
+        self._evaluations = Evaluations(
+            run,
+            plan,
+            term=self._term,
+            fleet=self._fleet,
+            dispatch=self._dispatch,
+            members=self._members,
+            journal=self._journal,
+            events=events,
+            step=lambda: self._step,
+        )
         self._checkpoints = Checkpoints(
             run,
             paths,
@@ -203,6 +215,7 @@ class TermLoop:
             main.cancel()
             fence.cancel()
             self._dispatch.close()
+            self._evaluations.close()
             self._fleet.close()
             await self._members.close("the run ended" if over else "the term ended", shut_down=over)
 
@@ -234,18 +247,21 @@ class TermLoop:
         if self._step < run.sft.steps:
             await self._warm_start()
         await self._publish_weights()
-        if self._evaluations == 0 and run.eval.n_episodes:
-            await self._evaluate("before" if run.rollout.n_steps else "sft_only")
+        if when := self._evaluations.before():
+            await self._or_ending(self._evaluations.alone(when))
             await self._save(wait=False)
         await self._take_over()
         self._events.note("phase", phase="rl", first_step=self._step + 1)
         self._dispatch.start_producer(batches_left=lambda: self._last_step - self._buffer.formed_step)
+        await self._evaluations.resume()
         while self._step < self._last_step:
+            await self._or_ending(self._evaluations.begin())
             await self._train_one_step()
             await self._save_if_due(self._step % run.checkpoint.interval_steps == 0 or self._warned.is_set())
         self._dispatch.close()
-        if self._evaluations <= 1 and run.eval.n_episodes and run.rollout.n_steps:
-            await self._evaluate("after")
+        await self._or_ending(self._evaluations.settle())
+        if when := self._evaluations.after():
+            await self._or_ending(self._evaluations.alone(when))
         await self._save(wait=True)
         await self._journal.append(RunCompleted(step=self._step))
         self._events.note("run_complete", trained_groups=self._trained_groups, steps=self._step)
@@ -255,7 +271,7 @@ class TermLoop:
         deadline = Deadline(self._run.control.start_deadline_s, "waiting for the trainer and a rollout host")
 
         def ready() -> bool:
-            return self._members.endpoint(TRAINER_RANK0) is not None and self._fleet.count > 0
+            return self._members.endpoint(TRAINER_RANK0) is not None and self._fleet.count() > 0
 
         with self._events.span("gather"):
             await self._or_ending(self._members.wait(ready, deadline))
@@ -295,8 +311,8 @@ class TermLoop:
         sft = self._run.sft
         self._events.note("phase", phase="sft", first_step=self._step + 1)
         with self._events.span("sft_data"):
-            wanted = self._dispatch.collect(GroupPurpose.DEMO, sft.n_demonstrations)
-            demos = await self._or_ending(wanted)
+            wanted = self._dispatch.demonstrations(sft.n_demonstrations)
+            demos = await self._or_ending(self._dispatch.collect(wanted))
         while self._step < sft.steps:
             await self._check_allocation()
             step = self._step + 1
@@ -334,6 +350,7 @@ class TermLoop:
         while True:
             await self._check_allocation()
             self._dispatch.check()
+            self._evaluations.check()
             batch, records = self._buffer.form_batch(WeightVersion(self._term, self._step))
             for record in records:
                 reason = getattr(record, "reason", None)
@@ -403,6 +420,7 @@ class TermLoop:
 
     async def _publish_weights(self) -> None:
         """Stage the current weights, score the probe batch with them, and let the fleet follow."""
+        await self._evaluations.before_staging(self._step)
         version = WeightVersion(self._term, self._step)
         deadline_s = self._run.control.call_deadline_s
         with self._events.span("stage", step=self._step):
@@ -433,24 +451,6 @@ class TermLoop:
         if self._taken_over:
             self._events.note("took_over", groups=len(self._taken_over), of=len(self._plan.owned))
 
-    # ------------------------------------------------------------------------------------------ evaluation
-
-    async def _evaluate(self, when: str) -> None:
-        """Held-out episodes under the current weights, by engines that hold exactly these."""
-        version = WeightVersion(self._term, self._step)
-        deadline = Deadline(self._run.control.call_deadline_s, f"waiting for an engine that holds {version}")
-
-        def synced() -> bool:
-            return len(self._fleet.serving(version)) == self._fleet.count > 0
-
-        with self._events.span("eval", step=self._step):
-            await self._or_ending(self._members.wait(synced, deadline))
-            groups = await self._or_ending(self._dispatch.collect(GroupPurpose.EVAL, self._run.eval.n_episodes))
-        mean, by_label = eval_summary(groups)
-        self._evaluations += 1
-        await self._journal.append(Evaluated(step=self._step, n=len(groups), mean=mean, by_label=by_label))
-        self._events.note("evaluation", step=self._step, when=when, n=len(groups), mean=mean, by_label=by_label)
-
     # ------------------------------------------------------------------------------------------ saving, ending
 
     async def _save_if_due(self, due: bool) -> None:
@@ -465,8 +465,8 @@ class TermLoop:
             await self._checkpoints.settle(Deadline(deadline_s, "waiting for the save before this one"))
             saved = (self._checkpoints.newest_step, self._checkpoints.newest_evaluations)
             if saved[0] == self._step:
-                if saved[1] != self._evaluations:
-                    await self._checkpoints.amend(self._evaluations)
+                if saved[1] != self._evaluations.count:
+                    await self._checkpoints.amend(self._evaluations.count)
                 return
             while not self._journal.idle:  # what the manifest says of groups belongs to one journal position
                 await self._journal.flush()
@@ -476,7 +476,7 @@ class TermLoop:
                 self._step,
                 next_group_id=self._source.next_group_id,
                 pending=tuple(pending),
-                evaluations=self._evaluations,
+                evaluations=self._evaluations.count,
                 deadline_s=deadline_s,
             )
             await self._trainer(message, Ack, deadline_s=deadline_s)

@@ -201,6 +201,7 @@ class TrajectorySummary(Struct, frozen=True, kw_only=True):
     oldest_version: WeightVersion | None  # None when nothing was sampled by an engine (a demonstration)
     label: str = ""
     routed_experts: RoutedExpertsRef | None = None
+    sampled: tuple[tuple[WeightVersion, int], ...] = ()  # sampled tokens by version, oldest first
 
 
 class GroupSummary(Struct, frozen=True, kw_only=True):

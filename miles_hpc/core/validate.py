@@ -132,8 +132,18 @@ NUMBERS: dict[str, _Range] = {
     "train.probe_sequences": _Range(0, 10**6),
     "train.threads": _Range(1, 4096),
     "eval.n_episodes": _COUNT_OR_NONE,
+    "eval.n_samples_per_eval_prompt": _Range(1, 10**6),
+    "eval.interval": _COUNT_OR_NONE,
     "eval.seed": _SEED,
     "eval.temperature": _WEIGHT,  # 0 = greedy
+    "eval.top_p": _Range(0, 1, above=True),
+    "eval.max_turns": _COUNT_OR_NONE,
+    "eval.max_tokens_per_turn": _COUNT_OR_NONE,
+    "eval.success_reward": _WEIGHT,
+    "eval.engines_per_host": _Range(0, 1023),
+    "eval.slot_share": _Range(0, 1, above=True),
+    "eval.max_in_flight": _COUNT,
+    "eval.deadline_s": _SECONDS,
     "checkpoint.interval_steps": _COUNT,
     "checkpoint.keep": _COUNT,
     "control.heartbeat_interval_s": _SECONDS,
@@ -149,7 +159,7 @@ NUMBERS: dict[str, _Range] = {
 
 def validate(run: RunConfig, site: SiteConfig) -> None:
     """Raise UserError for the first rule that the run breaks on this site."""
-    for rule in (_name, _numbers, _names, _model, _lengths, _sglang, _control, _job):
+    for rule in (_name, _numbers, _names, _model, _lengths, _sglang, _eval, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
     for complaint in _memory(run, site):
@@ -259,6 +269,24 @@ def _sglang(run: RunConfig, site: SiteConfig) -> Iterator[str]:
             f"rollout.engine = sglang: the environment of {python} has no package sglang: "
             "set python.sglang to the interpreter of one that has"
         )
+
+
+def _eval(run: RunConfig, site: SiteConfig) -> Iterator[str]:
+    chosen = run.eval
+    if chosen.engines_per_host >= run.rollout.engines_per_host:
+        yield (
+            f"eval.engines_per_host = {chosen.engines_per_host} of rollout.engines_per_host = "
+            f"{run.rollout.engines_per_host}: at least one engine of a host is for training"
+        )
+    if chosen.engines_per_host and not chosen.n_episodes:
+        yield f"eval.engines_per_host = {chosen.engines_per_host}, but eval.n_episodes = 0: they would serve nothing"
+    if chosen.engines_per_host and chosen.max_in_flight > 1:
+        yield (
+            f"eval.max_in_flight = {chosen.max_in_flight}: expected 1, because engines that serve evaluations only "
+            "hold one weight version at a time"
+        )
+    if chosen.interval and not chosen.n_episodes:
+        yield f"eval.interval = {chosen.interval}, but eval.n_episodes = 0: set how many prompts an evaluation has"
 
 
 def _model_config(run: RunConfig) -> dict[str, Any]:

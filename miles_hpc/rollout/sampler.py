@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from miles_hpc.core.config import RunConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, RemoteError, UserError
 from miles_hpc.core.messages import GenerateGroup
@@ -57,6 +58,12 @@ class Bounds:
 
     max_turns: int
     max_tokens: int
+
+    @classmethod
+    def of(cls, run: RunConfig, purpose: GroupPurpose) -> Bounds:
+        """Those of a run; an evaluation may have its own number of turns."""
+        max_turns = (run.eval.max_turns if purpose is GroupPurpose.EVAL else 0) or run.rollout.max_turns
+        return cls(max_turns=max_turns, max_tokens=run.rollout.max_trajectory_tokens)
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,8 @@ async def run_trajectory(
     engine: RolloutEngine | None,
 ) -> Played:
     """One trajectory; without an engine, the episode's demonstration is played."""
-    name = f"g{job.group_id}-{job.attempt}-{index}"
+    # With its purpose: ids of training groups and of evaluations overlap, and both are played at once.
+    name = f"{job.purpose.value}-{job.group_id}-{job.attempt}-{index}"
     seed = derive_seed(job.seed, "trajectory", index)
     record = SessionRecord(tokenizer, job.prompt.messages)
     if record.n_tokens >= bounds.max_tokens:

@@ -104,7 +104,16 @@ def _summary(trajectory: Trajectory, n_sampled: int) -> TrajectorySummary:
         oldest_version=min(versions, key=_age) if versions else None,
         label=trajectory.label,
         routed_experts=trajectory.routed_experts,
+        sampled=_sampled(trajectory),
     )
+
+
+def _sampled(trajectory: Trajectory) -> tuple[tuple[WeightVersion, int], ...]:
+    """Sampled tokens by version, oldest first."""
+    counts: dict[WeightVersion, int] = {}
+    for span in trajectory.versions:
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    return tuple(sorted(counts.items()))
 
 
 def _age(version: WeightVersion) -> int:

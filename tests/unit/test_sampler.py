@@ -106,7 +106,7 @@ def play(
         return run(main), engine, environment
     finally:
         assert environment.open == set()  # closed on every path
-        assert engine.ended == ["g1-0-0"]
+        assert engine.ended == ["train-1-0-0"]
 
 
 def test_ends_when_the_environment_says_done(tokenizer: ChatTokenizer) -> None:
@@ -164,7 +164,7 @@ def test_an_abort_from_outside_fails_the_attempt(tokenizer: ChatTokenizer) -> No
     engine = SolverEngine("e", tokenizer)
     engine.hang = True
     engine.aborted.set()
-    with pytest.raises(EngineFailed, match="aborted g1-0-0 after 0 tokens"):
+    with pytest.raises(EngineFailed, match="aborted train-1-0-0 after 0 tokens"):
         play(tokenizer, lambda _: "", engine=engine)
 
 
