@@ -74,8 +74,13 @@ class Evaluations:
         journal: DurableJournal,
         events: EventLog,
         step: Callable[[], int],
+        archive: Callable[[WeightVersion, Sequence[GroupSummary]], int],
     ) -> None:
-        """`step` tells how many optimizer steps are done now."""
+        """`step` tells how many optimizer steps are done now.
+
+        `archive` keeps the trajectories of an evaluation and returns the bytes that they take. It runs in a thread, and
+        what it raises as OSError costs these trajectories and nothing else.
+        """
         self._run = run
         self._term = term
         self._fleet = fleet
@@ -84,6 +89,7 @@ class Evaluations:
         self._journal = journal
         self._events = events
         self._step = step
+        self._archive = archive
         self._set_aside = run.eval.engines_per_host > 0
         self._evaluated = set(plan.evaluated)
         self._outcome_known = set(plan.evaluated | plan.skipped)
@@ -270,6 +276,12 @@ class Evaluations:
         await self._journal.append(result.record)
         self._evaluated.add(result.step)
         self._outcome_known.add(result.step)
+        try:
+            n_bytes = await asyncio.to_thread(self._archive, version, groups)
+        except OSError as error:
+            self._events.verdict("eval_not_archived", step=version.step, evidence=f"{type(error).__name__}: {error}")
+        else:
+            self._events.note("eval_archived", step=version.step, n_bytes=n_bytes)
 
     async def _skip(self, step: int, reason: str, evidence: str) -> None:
         self._events.verdict("evaluation_skipped", step=step, reason=reason, evidence=evidence[:500])

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ import numpy as np
 from checkpoints.journal import JournalWriter, RunCompleted, StepDone
 from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
+from miles_hpc.controller.cleaning import archive_evaluation
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import NO_SPACE, DurableJournal
 from miles_hpc.controller.engines import EngineFleet, Probe
@@ -125,7 +127,7 @@ class TermLoop:
         self._last_step = run.sft.steps + run.rollout.n_steps
         self._journal = DurableJournal(
             journal,
-            fence=lambda: check_newest(paths, self._term, self._attempt),
+            fence=self._check_fence,
             patient=self._may_wait_for_room,
             patience_s=run.control.step_deadline_s,
             on_full=lambda error: events.verdict("storage_full", peer="journal", evidence=str(error)),
@@ -175,6 +177,7 @@ class TermLoop:
             journal=self._journal,
             events=events,
             step=lambda: self._step,
+            archive=partial(archive_evaluation, paths, fence=self._check_fence),
         )
         self._checkpoints = Checkpoints(
             run,
@@ -219,12 +222,15 @@ class TermLoop:
             self._fleet.close()
             await self._members.close("the run ended" if over else "the term ended", shut_down=over)
 
+    def _check_fence(self) -> None:
+        check_newest(self._paths, self._term, self._attempt)
+
     async def _watch_fence(self) -> None:
         """End this term when a newer attempt or term exists, also while nothing is there to be published."""
         while True:
             await asyncio.sleep(_FENCE_S)
             try:
-                await asyncio.to_thread(check_newest, self._paths, self._term, self._attempt)
+                await asyncio.to_thread(self._check_fence)
             except FencedError as error:
                 self._fenced(error)
                 return
