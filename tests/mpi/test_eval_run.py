@@ -1,0 +1,91 @@
+"""A whole run with evaluations beside training: real trainer, engines and sandboxes, on one machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints.journal import Evaluated, EvaluationBegun, read_journals
+from miles_hpc.core.telemetry import read_events
+
+SMALL = (
+    "groups.trainer.nodes=1",
+    "groups.rollout.nodes=1",
+    "groups.sandbox.nodes=1",
+    "sft.steps=0",
+    "eval.n_episodes=16",
+    "eval.n_samples_per_eval_prompt=2",
+    "eval.interval=2",
+    "rollout.n_steps=6",
+    "rollout.rollout_batch_size=2",
+    "rollout.n_samples_per_prompt=4",
+)
+SET_ASIDE = ("rollout.engines_per_host=2", "eval.engines_per_host=1")
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short, because agents' sockets lie below it."""
+    root = Path(tempfile.mkdtemp(prefix="me-", dir="/tmp"))
+    yield root / "run"
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("settings", [(), SET_ASIDE], ids=["shared", "set aside"])
+def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, settings: tuple[str, ...]) -> None:
+    command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "local", "demo", "--run-dir", str(run_dir)]
+    for setting in (*SMALL, *settings):
+        command += ["--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    logs = "\n".join(f"{p.name}: {p.read_text()[-800:]}" for p in sorted(run_dir.glob("attempts/*/logs/*.log")))
+    assert (done.returncode, "the run is complete" in done.stdout) == (0, True), done.stdout + done.stderr + logs
+    events = read_events(run_dir / "events")
+
+    told = _named(events, "note", "evaluation")
+    assert [(e["step"], e["when"]) for e in told] == [(0, "before"), (2, "during"), (4, "during"), (6, "after")]
+    assert {(e["n"], e["n_samples"], tuple(e["pass_at"])) for e in told} == {(16, 2, ("1", "2"))}
+    assert [e["version"] for e in told] == ["1.0", "1.2", "1.4", "1.6"]
+    assert [e["oldest"] for e in told] == [e["version"] for e in told]  # never by older weights
+    journal = read_journals(run_dir / "journal")[1]
+    assert [r.step for r in journal.records() if isinstance(r, Evaluated)] == [0, 2, 4, 6]
+    assert [r.step for r in journal.records() if isinstance(r, EvaluationBegun)] == [2, 4]
+    metrics = {e["step"]: e["values"] for e in events if e["kind"] == "metric" and "eval/shell" in e["values"]}
+    assert sorted(metrics) == [0, 2, 4, 6] and all("eval/shell-pass@2" in values for values in metrics.values())
+
+    # Training went on meanwhile: steps were done between the begin and the end of evaluations beside it.
+    steps = {e["step"]: e["t"] for e in events if e["kind"] == "metric" and "rollout/raw_reward" in e["values"]}
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    spans = {e["step"]: (e["start"], e["end"]) for e in _named(events, "span", "eval")}
+    beside = {number: [s for s, t in steps.items() if spans[number][0] < t < spans[number][1]] for number in (2, 4)}
+    assert any(beside.values()), (spans, steps)
+    assert {e["step"]: e["lag_steps"] for e in told if e["when"] == "during"} == {
+        number: len(during) for number, during in beside.items()
+    }
+
+    kept = sorted(path.name for path in (run_dir / "archive").glob("eval.*"))
+    assert kept == [f"eval.v{step:06d}.t000001.h5" for step in (0, 2, 4, 6)]
+    assert list((run_dir / "journal" / "spool").rglob("eval-*")) == []
+    if settings:
+        assert {(e["oldest"], e["newest"], e["version_share"]) for e in told} == {
+            (e["version"], e["version"], 1.0) for e in told
+        }
+        synced = _named(events, "verdict", "engine_synced")
+        versions = {
+            peer: [e["version"] for e in synced if e["peer"] == peer] for peer in ("rollout1-e0", "rollout1-e1")
+        }
+        assert versions["rollout1-e1"] == ["1.0", "1.2", "1.4", "1.6"]
+        assert versions["rollout1-e0"][-1] == "1.6" and len(versions["rollout1-e0"]) > 4
+
+
+def _named(events: list[dict[str, Any]], kind: str, name: str) -> list[dict[str, Any]]:
+    return [e for e in events if e["kind"] == kind and e.get("name") == name]
