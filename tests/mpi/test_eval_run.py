@@ -68,9 +68,9 @@ def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, setti
     spans = {e["step"]: (e["start"], e["end"]) for e in _named(events, "span", "eval")}
     beside = {number: [s for s, t in steps.items() if spans[number][0] < t < spans[number][1]] for number in (2, 4)}
     assert any(beside.values()), (spans, steps)
-    assert {e["step"]: e["lag_steps"] for e in told if e["when"] == "during"} == {
-        number: len(during) for number, during in beside.items()
-    }
+    lags = {e["step"]: e["lag_steps"] for e in told if e["when"] == "during"}
+    # a step counts when the trainer has answered; its metrics come when its weights are staged
+    assert all(len(during) <= lags[number] <= len(during) + 1 for number, during in beside.items()), (lags, beside)
 
     kept = sorted(path.name for path in (run_dir / "archive").glob("eval.*"))
     assert kept == [f"eval.v{step:06d}.t000001.h5" for step in (0, 2, 4, 6)]
@@ -80,11 +80,9 @@ def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, setti
             (e["version"], e["version"], 1.0) for e in told
         }
         synced = _named(events, "verdict", "engine_synced")
-        versions = {
-            peer: [e["version"] for e in synced if e["peer"] == peer] for peer in ("rollout1-e0", "rollout1-e1")
-        }
-        assert versions["rollout1-e1"] == ["1.0", "1.2", "1.4", "1.6"]
-        assert versions["rollout1-e0"][-1] == "1.6" and len(versions["rollout1-e0"]) > 4
+        held = {name: [e["version"] for e in synced if e["peer"] == f"rollout1-{name}"] for name in ("e0", "e1")}
+        assert held["e1"] == ["1.0", "1.2", "1.4", "1.6"]
+        assert held["e0"][-1] == "1.6" and set(held["e0"]) - set(held["e1"])
 
 
 def _named(events: list[dict[str, Any]], kind: str, name: str) -> list[dict[str, Any]]:
