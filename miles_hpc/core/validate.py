@@ -23,6 +23,7 @@ from miles_hpc.core.walltime import parse_time
 
 __all__ = ["NUMBERS", "validate"]
 
+_DOTTED = re.compile(r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*\Z")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 _MODEL_SIZES = (
@@ -149,7 +150,7 @@ NUMBERS: dict[str, _Range] = {
 
 def validate(run: RunConfig, site: SiteConfig) -> None:
     """Raise UserError for the first rule that the run breaks on this site."""
-    for rule in (_name, _numbers, _names, _model, _lengths, _sglang, _control, _job):
+    for rule in (_name, _numbers, _names, _agent, _model, _lengths, _sglang, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
     for complaint in _memory(run, site):
@@ -192,6 +193,17 @@ def _names(run: RunConfig, site: SiteConfig) -> Iterator[str]:
             near = get_close_matches(name, known, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)} or module:attribute"
             yield f"{key}: no {kind} named '{name}': {hint}"
+
+
+def _agent(run: RunConfig, site: SiteConfig) -> Iterator[str]:
+    path, options = run.rollout.custom_agent_function_path, run.rollout.agent_options
+    if path and not _DOTTED.match(path):
+        yield f"rollout.custom_agent_function_path: '{path}': expected module:function"
+    if options and not path:
+        yield "rollout.agent_options: there is no agent to give them to: set rollout.custom_agent_function_path"
+    taken = sorted({"base_url", "prompt", "request_kwargs", "metadata", "api_key", "episode"} & set(options))
+    if taken:
+        yield f"rollout.agent_options: {', '.join(taken)}: an agent is given these anyway: use other names"
 
 
 def _model(run: RunConfig, site: SiteConfig) -> Iterator[str]:
