@@ -10,8 +10,8 @@
 | the keeper | an answer to what it tells | `SILENT_S` in all, then it is killed |
 | a server | word of its agent | its lease, then it ends itself |
 
-A server whose journal can't be read ends at once each time. The sessions in it belong to groups that are then sampled
-again, so after `SET_ASIDE_AFTER` such ends the journal is moved aside, and kept.
+A server whose journal can't be read, or was written by another version, ends at once each time. The sessions in it
+belong to groups that are then sampled again, so after `SET_ASIDE_AFTER` such ends the journal is moved aside, and kept.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SessionKeeper:
                 raise MilesError(
                     f"session server {self.name} ended {quick} times right after its start, last with {code}"
                 )
-            if quick == SET_ASIDE_AFTER and code == exits.FAILED:
+            if quick == SET_ASIDE_AFTER and code in (exits.FAILED, exits.USER_ERROR):
                 await asyncio.to_thread(self._set_aside, start)
             if quick:
                 await asyncio.sleep(_PAUSE_S)
@@ -132,6 +132,8 @@ class SessionKeeper:
         address_file = logs / f"{self.name}-i{me.incarnation}.{start}.address"
         command = [sys.executable, "-P", "-m", "launchers.session_server", "--run-dir", str(self._paths.root)]
         command += ["--attempt", str(me.attempt), "--term", str(self._term()), "--name", self.name, "--host", me.host]
+        if start == 1:  # sessions belong to an agent's process: those of an earlier one are played by nobody
+            command += ["--new-owner"]
         command += ["--listen", f"127.0.0.1:{self._port}", "--address-file", str(address_file)]
         self.child = ChildProcess(self.name, command, log=logs / f"{self.name}-i{me.incarnation}.log")
         return address_file
@@ -185,6 +187,12 @@ class SessionKeeper:
         before, self.status = self.status, status
         if status.trouble and (before is None or before.trouble != status.trouble):
             self._events.verdict("session_journal_trouble", peer=self.name, evidence=status.trouble)
+        if before is not None and status.failovers > before.failovers:
+            self._events.note(
+                "sessions_moved",
+                requests=status.failovers - before.failovers,
+                slowest_s=round(status.slowest_failover_s, 3),
+            )
         if time.monotonic() - self._noted >= _NOTE_S:
             self._noted = time.monotonic()
             self._events.note(

@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -144,6 +144,11 @@ class SessionBook:
             if turns:
                 self.gateway.restore(session_id, context_tokens=max(turn.n_tokens for turn in turns))
         return failed
+
+    def discard(self, stored: Iterable[str], reason: str) -> None:
+        """Close sessions of an earlier process in the journal, without going on with them."""
+        for session_id in stored:
+            self.journal.put(SessionClosed(session=session_id, reason=reason)).add_done_callback(_seen)
 
     async def close(self, entry: OpenSession, reason: str) -> None:
         """Nothing more is recorded for the session; requests under way are still answered. Raises NotStored."""
