@@ -57,6 +57,8 @@ def test_the_plain_run_is_valid_everywhere() -> None:
         ("groups.sandbox.nodes=-1", "groups.sandbox: nodes = -1: expected 0 or more"),
         ("rollout.engine=troch", "rollout.engine: no engine named 'troch': did you mean 'torch'?"),
         ("train.backend=zzz", "train.backend: no backend named 'zzz': expected one of "),
+        ("rollout.custom_agent_function_path=run", "custom_agent_function_path: 'run': expected module:function"),
+        ("rollout.agent_options={a=1}", "rollout.agent_options: there is no agent to give them to"),
         ("environment.name=shel", "environment.name: no environment named 'shel': did you mean 'shell'?"),
         ("model.config={}", "model: neither is given"),
         ("model.path=/somewhere", "model: both are given"),
