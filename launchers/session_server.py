@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--host", default="", help="name of this host; default: the system's")
     parser.add_argument("--listen", default="127.0.0.1:0", help="loopback HOST:PORT, port 0 for any, or unix:PATH")
     parser.add_argument("--address-file", required=True, type=Path)
+    parser.add_argument("--new-owner", action="store_true", help="close what an earlier owner left open")
     args = parser.parse_args()
     parent = os.getppid()
     end_with_parent(parent)
@@ -94,7 +95,7 @@ async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, pare
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, links.stopped.set)
-    await service.start(listening)
+    await service.start(listening, new_owner=args.new_owner)
     address = ServerAddress(http=http, control=listener.address, instance_id=service.instance_id, pid=os.getpid())
     publish_address(args.address_file, address, token)
     lease_s = run.control.lease_s + _AGENT_TELLS_S

@@ -1,6 +1,7 @@
 """The kill test: a run on the real Slurm box, with `kill -9` at chosen steps, that must come out whole.
 
-    python -m tools.kill_test [--faults engine,agent,rank,controller,srun] [--layout split_span] [--seed 0] [--keep]
+    python -m tools.kill_test [--faults engine,agent,rank,controller,srun] [--layout split_span] [--seed 0]
+                              [--set KEY=VALUE] [--allocations 2] [--keep]
 
 Each fault is injected once, when the run has reached its step; the time limit cuts the run as well (at least two
 allocations, or the test fails). Afterwards the audit must find: the number of trained groups that was asked for, none
@@ -55,6 +56,8 @@ VICTIMS = {
     v.name: v
     for v in (
         Victim("engine", ("launchers.engine",)),
+        Victim("sessions", ("launchers.session_server",)),
+        Victim("sglang", ("sglang.launch_server",)),
         Victim("agent", ("launchers.agent", "--role rollout", "!srun")),
         Victim("member", ("launchers.mpi_member", "--child")),
         Victim("all-srun", ("srun", "launchers.agent", "--span")),
@@ -176,6 +179,8 @@ def main() -> int:
     parser.add_argument("--faults", help="default: each kind of process that the layout has, once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layout", default="hetjob", choices=get_args(Layout), help="job.layout of the run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run file, after ours")
+    parser.add_argument("--allocations", type=int, default=2, help="so many at least, or the time limit wasn't met")
     parser.add_argument("--keep", action="store_true", help="keep the run directory")
     args = parser.parse_args()
     faults = default_faults(args.layout) if args.faults is None else [f for f in args.faults.split(",") if f]
@@ -188,7 +193,9 @@ def main() -> int:
     box = Box(root / "box")
     try:
         box.up(BoxSpec.parse("trainer:2,rollout:2,sandbox:1"))
-        result = kill_test(box, root / "run", faults, seed=args.seed, settings=(*SETTINGS, f"job.layout={args.layout}"))
+        result = kill_test(
+            box, root / "run", faults, seed=args.seed, settings=(*SETTINGS, f"job.layout={args.layout}", *args.set)
+        )
     finally:
         box.down()
         if not args.keep:
@@ -198,7 +205,7 @@ def main() -> int:
         result.get("exit") == 0
         and result.get("audit_exit") == 0
         and len(result.get("faults", [])) == len(faults)
-        and result["allocations"] >= 2
+        and result["allocations"] >= args.allocations
     )  # type: ignore[arg-type]
     print(f"kill_test: {'passed' if ok else 'FAILED'}" + (f"; kept in {root}" if args.keep else ""))
     return 0 if ok else 1

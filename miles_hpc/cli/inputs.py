@@ -17,6 +17,7 @@ from checkpoints.journal import read_journals
 from checkpoints.lineage import account
 from checkpoints.manifest import newest_complete
 from miles_hpc.cluster.job_plan import JobPlan, plan_job
+from miles_hpc.cluster.side_check import check_binding
 from miles_hpc.cluster.site import (
     role_environment,
     site_folders,
@@ -120,6 +121,17 @@ def check_model(run: RunConfig) -> None:
 
     with tempfile.TemporaryDirectory(prefix="miles-hpc-") as folder:
         write_model_folder(run, Path(folder) / "model")
+
+
+def check_agent(run: RunConfig) -> None:
+    """Look for the agent function without importing it: it may need what only the rollout nodes have."""
+    path = run.rollout.custom_agent_function_path
+    if not path:
+        return
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    key = "rollout.custom_agent_function_path"
+    if not check_binding(run.python_path, key, f"{module}:{name}"):
+        print(f"warning: {key}: no module {module} here or in python_path: rollout nodes must have it", file=sys.stderr)
 
 
 def check_environment(run: RunConfig) -> None:

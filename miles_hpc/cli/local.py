@@ -7,6 +7,7 @@ import os
 import sys
 
 from miles_hpc.cli.inputs import (
+    check_agent,
     check_environment,
     check_model,
     launcher_environment,
@@ -26,6 +27,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"site '{inputs.site.name}' has a scheduler: use 'miles-hpc submit', or leave --site out")
     check_owner(inputs.run, inputs.paths)
     check_environment(inputs.run)
+    check_agent(inputs.run)
     check_model(inputs.run)
     prepare(inputs.run, inputs.site, inputs.paths, source=inputs.source, materialise=materialise_model)
     sys.stdout.flush()

@@ -10,7 +10,15 @@ import json
 import sys
 
 from miles_hpc.cli.follow import follow
-from miles_hpc.cli.inputs import check_environment, check_model, complete_at, materialise_model, read_inputs, render
+from miles_hpc.cli.inputs import (
+    check_agent,
+    check_environment,
+    check_model,
+    complete_at,
+    materialise_model,
+    read_inputs,
+    render,
+)
 from miles_hpc.cluster.job_summary import JobSummary, summarise_job
 from miles_hpc.cluster.preflight import check_job
 from miles_hpc.cluster.slurm import NoSlurm, Slurm
@@ -31,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{complete}; more: --set rollout.n_steps=N", file=sys.stderr if args.dry_run else sys.stdout)
         return 0
     check_environment(inputs.run)
+    check_agent(inputs.run)
     check_model(inputs.run)
     slurm = Slurm()
     unchecked = ""

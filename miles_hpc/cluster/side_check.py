@@ -30,7 +30,7 @@ from miles_hpc.cluster.side_tasks import find_checkpoint
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
 
-__all__ = ["check_call"]
+__all__ = ["check_binding", "check_call"]
 
 #: Annotations that are made of these names are compared with the value.
 _KINDS = {"bool": bool, "dict": dict, "float": float, "int": int, "list": list, "str": str}
@@ -70,6 +70,19 @@ def check_call(python_path: Iterable[str], what: str, function: str, arguments: 
     _check_names(parameters, what, function, arguments)
     if ours:
         _check_values(parameters, what, arguments)
+
+
+def check_binding(python_path: Iterable[str], what: str, function: str) -> bool:
+    """Whether the module of `function` ("module:attribute") is here or in `python_path`; reads only.
+
+    Raises UserError when it is, and has no such attribute.
+    """
+    module, _, attribute = function.partition(":")
+    spec = _find_module(module, [str(folder) for folder in python_path]) or _find_module(module, None)
+    tree = None if spec is None else _source(spec)
+    if tree is not None:
+        _check_name(tree, what, function, attribute)
+    return spec is not None
 
 
 def _find_module(module: str, folders: list[str] | None) -> ModuleSpec | None:

@@ -115,7 +115,7 @@ def result_of(
         when=when,
         version=version,
         scores=score(
-            [[Outcome(t.reward, t.status, t.label) for t in group.trajectories] for group in groups],
+            [[Outcome(t.reward, t.status, t.label) for t in group.rollouts] for group in groups],
             success_reward=run.eval.success_reward,
         ),
         oldest=min(sampled, default=None),

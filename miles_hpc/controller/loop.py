@@ -67,7 +67,7 @@ from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity, Reply
 from miles_hpc.core.types import WeightVersion
-from miles_hpc.dataflow.advantage import group_advantages
+from miles_hpc.dataflow.advantage import trajectory_advantages
 from miles_hpc.dataflow.buffer import Batch, GroupBuffer
 from miles_hpc.dataflow.packing import TrainItem, plan_batch, train_items
 from miles_hpc.dataflow.source import PromptSource
@@ -338,9 +338,8 @@ class TermLoop:
         train = self._run.train
         items: list[TrainItem] = []
         for group in batch.groups:
-            rewards = [t.reward for t in group.trajectories]
-            advantages = group_advantages(
-                rewards, train.advantage_estimator, std_normalization=train.grpo_std_normalization
+            advantages = trajectory_advantages(
+                group, train.advantage_estimator, std_normalization=train.grpo_std_normalization
             )
             items += train_items(group, advantages)
         values = batch_metrics(batch) | sync_metrics(self._fleet.take_records())

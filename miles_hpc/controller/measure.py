@@ -15,10 +15,10 @@ __all__ = ["batch_metrics", "eval_summary", "sync_metrics"]
 
 
 def eval_summary(groups: Sequence[GroupSummary]) -> tuple[float, dict[str, float]]:
-    """Mean reward over all trajectories, and by label. 0 and {} without any."""
+    """Mean reward over all rollouts, and by label. 0 and {} without any."""
     by_label: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        for trajectory in group.trajectories:
+        for trajectory in group.rollouts:
             by_label[trajectory.label].append(trajectory.reward)
     rewards = [r for values in by_label.values() for r in values]
     mean = float(np.mean(rewards)) if rewards else 0.0
@@ -36,6 +36,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/staleness_max": float(max(batch.staleness)),
         "rollout/response_length": float(np.mean([t.n_loss_tokens for t in trajectories])),
         "rollout/total_lengths": float(np.mean([t.n_tokens for t in trajectories])),
+        "rollout/trajectories_per_rollout": len(trajectories) / sum(len(group.rollouts) for group in batch.groups),
         "rollout/turns": float(np.mean([t.turns for t in trajectories])),
         "rollout/truncated_ratio": float(np.mean([t.status is SampleStatus.TRUNCATED for t in trajectories])),
         "rollout/zero_std_ratio": float(np.mean(same)),

@@ -102,6 +102,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     engine_batch_invariant: bool = False  # results don't depend, bit for bit, on what else is in the batch; slower
     temperature: float = 1.0
     top_p: float = 1.0
+    custom_agent_function_path: str = ""  # module:function that plays the tasks as an OpenAI client; "": turn by turn
+    agent_options: dict[str, Any] = {}  # more arguments of that function, by name
     max_turns: int = 4
     max_tokens_per_turn: int = 16
     max_trajectory_tokens: int = 256

@@ -347,6 +347,8 @@ class SessionServerStatus(Message, frozen=True, kw_only=True):
     engines: tuple[str, ...]
     trouble: str = ""
     moved: int = 0  # sessions that went on with another engine
+    failovers: int = 0  # requests that were answered though their engine was lost in the middle
+    slowest_failover_s: float = 0.0  # of them, from the loss to the answer
     load_imbalance: float = 1.0
     prefix_hit_rate: float | None = None
     prefix_bound: float | None = None

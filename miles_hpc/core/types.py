@@ -169,6 +169,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     label: str = ""
     routed_experts: RoutedExpertsRef | None = None
     metadata: dict[str, Any] = {}
+    rollout_id: int | None = None  # branches of one agent's session share it; None: index
 
 
 class TrajectoryGroup(Struct, frozen=True, kw_only=True):
@@ -201,7 +202,13 @@ class TrajectorySummary(Struct, frozen=True, kw_only=True):
     oldest_version: WeightVersion | None  # None when nothing was sampled by an engine (a demonstration)
     label: str = ""
     routed_experts: RoutedExpertsRef | None = None
+    rollout_id: int | None = None  # as Trajectory's
     sampled: tuple[tuple[WeightVersion, int], ...] = ()  # sampled tokens by version, oldest first
+
+    @property
+    def rollout(self) -> int:
+        """Which of the group's rollouts this is a trajectory of."""
+        return self.index if self.rollout_id is None else self.rollout_id
 
 
 class GroupSummary(Struct, frozen=True, kw_only=True):
@@ -216,6 +223,11 @@ class GroupSummary(Struct, frozen=True, kw_only=True):
     generation_s: float  # summed over trajectories: waiting for an engine
     environment_s: float  # summed over trajectories: waiting for the environment
     host: str = ""
+
+    @property
+    def rollouts(self) -> tuple[TrajectorySummary, ...]:
+        """One trajectory of each rollout, the first: its reward and status are those of all its branches."""
+        return tuple({t.rollout: t for t in reversed(self.trajectories)}.values())[::-1]
 
     @property
     def oldest_version(self) -> WeightVersion | None:

@@ -1,5 +1,8 @@
 """Advantages from rewards, one number per trajectory, in float64.
 
+What is compared are rollouts: an agent's session that branched gives several trajectories, which share the reward and
+the advantage of their rollout, and count once in the group's mean.
+
 GRPO (arXiv:2402.03300) as Miles v0.1 has it: reward minus the group's mean, divided by the group's standard
 deviation plus 1e-6. The deviation is the sample one (n - 1 in the denominator), which is what torch.std computes.
 Groups of one, and groups whose rewards are all equal, keep zero: there is nothing to compare.
@@ -13,10 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_hpc.core.errors import UserError
+from miles_hpc.core.types import GroupSummary
 
-__all__ = ["STD_EPSILON", "group_advantages"]
+__all__ = ["STD_EPSILON", "group_advantages", "trajectory_advantages"]
 
 STD_EPSILON = 1e-6
+
+
+def trajectory_advantages(
+    group: GroupSummary, estimator: Literal["grpo", "reinforce"] = "grpo", *, std_normalization: bool = True
+) -> list[float]:
+    """One advantage per trajectory of the group, in their order. Raises UserError as `group_advantages` does."""
+    rollouts = group.rollouts
+    values = group_advantages([t.reward for t in rollouts], estimator, std_normalization=std_normalization)
+    by_rollout = {t.rollout: float(value) for t, value in zip(rollouts, values, strict=True)}
+    return [by_rollout[t.rollout] for t in group.trajectories]
 
 
 def group_advantages(

@@ -5,7 +5,8 @@
       loss_mask   uint8   [N]
       log_probs   float32 [N]      the engine's
       offsets     int64   [n + 1]  trajectory i is [offsets[i], offsets[i + 1])
-      trajectories        [n]      compound: group_id attempt index reward status turns label oldest_term oldest_step
+      trajectories        [n]      compound: group_id attempt index rollout_id reward status turns label
+                                   oldest_term oldest_step
       prompts     string  [n]      JSON of the prompt
       attributes: format, n_groups, n_tokens
 
@@ -67,6 +68,10 @@ def write_archive(path: Path, groups: Sequence[TrajectoryGroup]) -> int:
     return n_bytes
 
 
+def _rollout(trajectory: Trajectory) -> int:
+    return trajectory.index if trajectory.rollout_id is None else trajectory.rollout_id
+
+
 def _oldest(trajectory: Trajectory) -> tuple[int, int]:
     if not trajectory.versions:
         return (-1, -1)
@@ -86,6 +91,7 @@ def _write(path: Path, groups: Sequence[TrajectoryGroup]) -> None:
             ("group_id", "<i8"),
             ("attempt", "<i4"),
             ("index", "<i4"),
+            ("rollout_id", "<i4"),
             ("reward", "<f8"),
             ("status", text),
             ("turns", "<i4"),
@@ -95,7 +101,7 @@ def _write(path: Path, groups: Sequence[TrajectoryGroup]) -> None:
         ],
     )
     for i, (g, t) in enumerate(pairs):
-        rows[i] = (g.group_id, g.attempt, t.index, t.reward, str(t.status), t.turns, t.label, *_oldest(t))
+        rows[i] = (g.group_id, g.attempt, t.index, _rollout(t), t.reward, str(t.status), t.turns, t.label, *_oldest(t))
     with h5py.File(path, "x", libver=("v110", "v110")) as file:
         columns: list[tuple[str, list[Any], str]] = [
             ("tokens", [t.tokens.numpy() for _, t in pairs], "<i4"),

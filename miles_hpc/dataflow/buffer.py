@@ -92,7 +92,7 @@ def owned_record(summary: GroupSummary) -> GroupOwned:
         crc32=summary.payload.crc32,
         oldest=(oldest.term, oldest.step) if oldest is not None else None,
         newest=ordered[-1] if ordered else None,
-        rewards=tuple(t.reward for t in summary.trajectories),
+        rewards=tuple(t.reward for t in summary.rollouts),
         n_tokens=sum(t.n_tokens for t in summary.trajectories),
         host=summary.host,
         summary=msgspec.msgpack.encode(summary),

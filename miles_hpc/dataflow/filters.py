@@ -46,7 +46,7 @@ def reward_nonzero_std(group: GroupSummary) -> str | None:
 
     Optional: it makes batches of live groups only, at the price of sampling groups that nobody trains.
     """
-    rewards = [t.reward for t in group.trajectories]
+    rewards = [t.reward for t in group.rollouts]
     return ZERO_STD if not rewards or min(rewards) == max(rewards) else None
 
 

@@ -33,6 +33,11 @@ def derive_seed(run_seed: int, *path: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def turn_seed(trajectory_seed: int, turn: int) -> int:
+    """The seed of a trajectory's request `turn`, from 0: 31 bits, which is what engines take."""
+    return derive_seed(trajectory_seed, "turn", turn) & 0x7FFFFFFF
+
+
 class PromptSource:
     """Hands out group ids. Not thread-safe; the controller's loop owns it."""
 

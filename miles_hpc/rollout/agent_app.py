@@ -2,6 +2,7 @@
 
 RolloutApp   engine child ─▶ address file ─▶ endpoint ─▶ RolloutHost.add_engine
              engine ended ─▶ remove_engine ─▶ ChildEvent ─▶ started again (a bounded number of times in a row)
+             with an agent function: a session server as a child (session_keeper.py)
              sandbox hosts: their addresses are read from the term's rendezvous, lost ones are looked up again
 SandboxApp   SandboxHost ─▶ listener ─▶ address in each term's rendezvous
 """
@@ -23,7 +24,7 @@ from miles_hpc.core import exits
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import MilesError, PeerLost
-from miles_hpc.core.messages import ChildEvent, Message
+from miles_hpc.core.messages import ChildEvent, Message, SessionEngine
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, PeerIdentity, Reply
@@ -31,6 +32,7 @@ from miles_hpc.rollout.engine_client import RemoteEngine
 from miles_hpc.rollout.role import RolloutHost
 from miles_hpc.rollout.sandbox import SandboxClient
 from miles_hpc.rollout.sandbox_host import SandboxHost, SandboxLimits
+from miles_hpc.rollout.session_keeper import SessionKeeper
 
 __all__ = ["RolloutApp", "SandboxApp"]
 
@@ -53,17 +55,41 @@ class RolloutApp(AgentApp):
         self._term = 0
         self._endpoint: Endpoint | None = None
         self._engines: dict[str, ChildProcess] = {}
+        self._addresses: dict[str, str] = {}  # of the engines that the host has
         self._tasks: list[asyncio.Task[None]] = []
         self._events = EventLog(paths.events, f"{identity.name}-work", attempt=identity.attempt)
         rollout = run.rollout
         self._sandboxes = SandboxClient(
             timeout_s=rollout.sandbox_timeout_s, max_output_bytes=rollout.sandbox_max_output_bytes
         )
-        self._host = RolloutHost(run, paths, identity.host, self._sandboxes, self._report, events=self._events)
+        self._host = RolloutHost(
+            run,
+            paths,
+            identity.host,
+            self._sandboxes,
+            self._report,
+            events=self._events,
+            on_engines=self._engines_changed,
+        )
+        self._sessions: SessionKeeper | None = None
+        if rollout.custom_agent_function_path:
+            self._sessions = SessionKeeper(
+                run,
+                paths,
+                identity,
+                secret,
+                self._host.sessions,
+                engines=self._session_engines,
+                term=lambda: self._term,
+                ended=self._tell_end,
+                events=self._events,
+            )
 
     async def start(self) -> None:
         for number in range(self._run.rollout.engines_per_host):
             self._tasks.append(asyncio.create_task(self._keep_engine(number)))
+        if self._sessions is not None:
+            self._tasks.append(asyncio.create_task(self._sessions.keep()))
         self._tasks.append(asyncio.create_task(self._keep_sandboxes()))
         self._tasks.append(asyncio.create_task(self._tell_utilisation()))
         for task in self._tasks:
@@ -78,7 +104,7 @@ class RolloutApp(AgentApp):
         self._endpoint, self._term = endpoint, term
         self._events.term = term
         await self._host.reset(term)
-        self._host.announce()
+        self._host.announce()  # to the session server too: it has to come under the new term
 
     async def left(self) -> None:
         self._endpoint = None
@@ -88,13 +114,17 @@ class RolloutApp(AgentApp):
         return answer
 
     def children(self) -> tuple[str, ...]:
-        return tuple(name for name, child in self._engines.items() if child.exit_code is None)
+        sessions = self._sessions.child if self._sessions is not None else None
+        servers = {} if sessions is None else {sessions.name: sessions}
+        return tuple(name for name, child in (self._engines | servers).items() if child.exit_code is None)
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._host.close()
+        if self._sessions is not None:
+            await self._sessions.close()
         await asyncio.gather(*(child.end(grace_s=3.0) for child in self._engines.values()))
         self._events.close()
 
@@ -125,6 +155,7 @@ class RolloutApp(AgentApp):
                 serving.cancel()
                 await asyncio.gather(guard, serving, return_exceptions=True)
             joined = self._host.has_engine(name)
+            self._addresses.pop(name, None)
             self._host.remove_engine(name)
             at_once = time.monotonic() - began < _UTILISATION_S or not joined
             quick = quick + 1 if at_once else 0
@@ -149,9 +180,11 @@ class RolloutApp(AgentApp):
             while not address_file.exists():
                 deadline.check()
                 await asyncio.sleep(0.1)
+            address = address_file.read_text()
             transport = open_transport("tcp", Credentials(self._secret, self._identity.peer(self._term)))
-            endpoint = await transport.connect(address_file.read_text(), deadline_s=deadline.remaining_s)
+            endpoint = await transport.connect(address, deadline_s=deadline.remaining_s)
             engine = RemoteEngine(endpoint, name=name)
+            self._addresses[name] = address
             await self._host.add_engine(engine, set_aside=set_aside)
             while not endpoint.closed.is_set():
                 await asyncio.sleep(_ENGINE_CHECK_S)
@@ -161,6 +194,18 @@ class RolloutApp(AgentApp):
         except (MilesError, TimeoutError) as error:
             self._events.verdict("engine_unresponsive", peer=name, evidence=f"{type(error).__name__}: {error}")
         child.kill()
+
+    def _engines_changed(self) -> None:
+        if self._sessions is not None:
+            self._sessions.changed()
+
+    def _session_engines(self) -> tuple[SessionEngine, ...]:
+        """Those that the session server may use: it knows of no purposes, so none that is set aside."""
+        return tuple(
+            SessionEngine(name=engine.name, address=self._addresses[engine.name], version=engine.version)
+            for engine in self._host.status().engines
+            if engine.alive and not engine.set_aside and engine.name in self._addresses
+        )
 
     async def _tell_end(self, name: str, code: int, log_tail: str) -> None:
         self._events.verdict("child_ended", peer=name, evidence=f"exit code {code}", log_tail=log_tail)

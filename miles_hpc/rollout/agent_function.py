@@ -9,6 +9,7 @@
 | request_kwargs | sampling for each request: max_tokens, temperature, top_p, seed |
 | metadata | the task's own table, a copy |
 | api_key | the session's token, when the function takes it, by name or by **kwargs |
+| episode | the task's [AgentEpisode](agent_player.py), when the function takes it |
 | others | `options` of the run, by their names |
 
 A function that doesn't take `api_key` finds the token in `request_kwargs["extra_headers"]`, which OpenAI's client
@@ -43,10 +44,8 @@ import msgspec
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import ChatMessage, SampleStatus, SamplingParams
-from miles_hpc.rollout.reward.rules import Reward
 
 __all__ = [
-    "AgentEpisode",
     "AgentFunction",
     "AgentOutcome",
     "AgentRunner",
@@ -79,6 +78,7 @@ class AgentTask:
     prompt: tuple[ChatMessage, ...]
     sampling: SamplingParams
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    episode: Any = None  # usable in the agent's thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,7 @@ class AgentRunner:
         self._function = function
         self._options = dict(options or {})
         self._takes_key = _takes(function, "api_key")
+        self._takes_episode = _takes(function, "episode")
         self._room = asyncio.Semaphore(max_concurrent)
         self._grace_s = grace_s
         self._thread: _LoopThread | None = None
@@ -223,6 +224,8 @@ class AgentRunner:
             "metadata": copy.deepcopy(dict(task.metadata)),
             **copy.deepcopy(self._options),
         }
+        if self._takes_episode:
+            arguments["episode"] = task.episode
         if self._takes_key:
             arguments["api_key"] = session.token
         else:
@@ -242,32 +245,6 @@ class AgentRunner:
         if self._thread is None:
             self._thread = _LoopThread()
         return self._thread
-
-
-class AgentEpisode:
-    """One trajectory that an agent plays; its reward is the agent's own, else by rule over the last response."""
-
-    def __init__(
-        self, runner: AgentRunner, task: AgentTask, *, label: str | int | float = "", rule: Reward | None = None
-    ):
-        self._runner = runner
-        self._task = task
-        self._label = label
-        self._rule = rule
-
-    async def play(self, session: AgentSession, deadline: Deadline) -> AgentOutcome:
-        """As `AgentRunner.run`."""
-        return await self._runner.run(self._task, session, deadline)
-
-    def reward(self, outcome: AgentOutcome, response: str) -> float:
-        """What it is worth; 0 for what isn't completed. Raises UserError when neither agent nor rule judges."""
-        if outcome.status is not SampleStatus.COMPLETED:
-            return 0.0
-        if outcome.reward is not None:
-            return outcome.reward
-        if self._rule is None:
-            raise UserError("agent function: it returned no reward, and there is no rm_type: expected one of them")
-        return self._rule(response, self._label, self._task.metadata).reward
 
 
 # ------------------------------------------------------------------------------------------------ the thread

@@ -55,9 +55,11 @@ from miles_hpc.core.registry import resolve
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Buffer, Reply
 from miles_hpc.core.types import GroupPurpose, GroupSummary
+from miles_hpc.rollout.agent_player import load_player
 from miles_hpc.rollout.engine import RolloutEngine
 from miles_hpc.rollout.environments.base import Environment, Sandboxes
 from miles_hpc.rollout.sampler import Bounds, EngineFailed, run_group
+from miles_hpc.rollout.session.client import SessionClient
 from miles_hpc.rollout.session.tokenizer import ChatTokenizer
 from miles_hpc.rollout.slots import EngineSlots
 from miles_hpc.rollout.spool import spool_group
@@ -89,7 +91,9 @@ class RolloutHost:
         *,
         term: int = 0,
         events: EventLog | None = None,
+        on_engines: Callable[[], None] | None = None,
     ) -> None:
+        """`on_engines` is called whenever `slots.status()` may have changed."""
         self.host = host
         self.term = term
         self.slots = EngineSlots()
@@ -98,8 +102,15 @@ class RolloutHost:
         self._sandboxes = sandboxes
         self._report = report
         self._events = events
+        self._on_engines = on_engines
         self._environment: Environment = resolve("environment", run.environment.name)(run.environment.options)
-        self._tokenizer = ChatTokenizer(paths.model)
+        self.sessions = SessionClient()
+        # An agent's turns go through the session server, whose templates may be more than append-only.
+        agents = bool(run.rollout.custom_agent_function_path)
+        self._tokenizer = ChatTokenizer(paths.model, append_only=not agents or run.sft.steps > 0)
+        self._player = load_player(
+            run, self.sessions, tokenizer=self._tokenizer, environment=self._environment, sandboxes=sandboxes
+        )
         # (purpose, group id) -> (attempt, task): evaluations and demonstrations have ids of their own
         self._groups: dict[tuple[GroupPurpose, int], tuple[int, asyncio.Task[None]]] = {}
         self._others: set[asyncio.Task[None]] = set()
@@ -125,7 +136,12 @@ class RolloutHost:
 
     def announce(self) -> None:
         """Tell the controller about the engines, in the background."""
+        self._engines_changed()
         self._start(self._send(self.status))
+
+    def _engines_changed(self) -> None:
+        if self._on_engines is not None:
+            self._on_engines()
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -154,8 +170,11 @@ class RolloutHost:
         await _end(tasks)
 
     async def close(self) -> None:
-        """End all tasks; idempotent. Engines and sandboxes belong to the agent."""
+        """End all tasks; idempotent. Engines, sandboxes and the session server belong to the agent."""
         await self.reset(self.term)
+        if self._player is not None:
+            await self._player.close()
+        await self.sessions.close()
 
     @property
     def groups_in_flight(self) -> int:
@@ -252,6 +271,7 @@ class RolloutHost:
             sandboxes=self._sandboxes,
             bounds=Bounds.of(self._run, job.purpose),
             lease=lambda: self._lease(job),
+            play_agent=None if self._player is None else self._player.play,
         )
 
     def _lease(self, job: GenerateGroup) -> AbstractAsyncContextManager[RolloutEngine]:
@@ -287,6 +307,7 @@ class RolloutHost:
         except BaseException as error:
             # A fetch that failed leaves the old weights; only the engine knows, so ask before anything is sent to it.
             self.slots.set_version(message.engine, None)
+            self._engines_changed()
             if isinstance(error, MilesError):
                 self._start(self._refresh(engine))
             raise
@@ -305,6 +326,7 @@ class RolloutHost:
         else:
             self.slots.set_version(engine.name, about.version)
             self.slots.set_alive(engine.name, True)
+        self._engines_changed()
         await self._send(self.status)
 
     async def _score(self, message: ScoreTokens, payload: memoryview | bytes) -> tuple[Message, Sequence[Buffer]]:

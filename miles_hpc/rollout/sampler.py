@@ -9,6 +9,8 @@
 | turns, tokens or time are used up, a turn hits its length limit | truncated | 0 |
 | engine or sandbox fails | raises; the group's attempt fails | |
 
+A run with an agent function plays through agent_player.py instead, which the caller passes as `play_agent`.
+
 A trajectory's seed follows from (group seed, index) and a turn's from that, so the same group gives the same tokens
 wherever it is sampled, if the engine keeps its promise about seeds.
 """
@@ -16,24 +18,44 @@ wherever it is sampled, if the engine keeps its promise about seeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, RemoteError, UserError
 from miles_hpc.core.messages import GenerateGroup
-from miles_hpc.core.types import FinishReason, GroupPurpose, SampleStatus
-from miles_hpc.dataflow.source import derive_seed
+from miles_hpc.core.types import (
+    FinishReason,
+    GroupPurpose,
+    RoutedExpertsRef,
+    SampleStatus,
+    Trajectory,
+    VersionSpan,
+)
+from miles_hpc.dataflow.source import derive_seed, turn_seed
 from miles_hpc.rollout.engine import Generation, RolloutEngine
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes
 from miles_hpc.rollout.session.record import SessionRecord
 from miles_hpc.rollout.session.tokenizer import ChatTokenizer
 
-__all__ = ["Bounds", "EngineFailed", "Lease", "Played", "run_group", "run_trajectory"]
+__all__ = [
+    "Bounds",
+    "EngineFailed",
+    "Lease",
+    "PlayAgent",
+    "Played",
+    "TrainingRecord",
+    "run_group",
+    "run_trajectory",
+    "trajectory_name",
+]
 
 #: Gives an engine with a free generation slot, and takes the slot back at the end.
 Lease = Callable[[], AbstractAsyncContextManager[RolloutEngine]]
@@ -66,16 +88,62 @@ class Bounds:
         return cls(max_turns=max_turns, max_tokens=run.rollout.max_trajectory_tokens)
 
 
+class TrainingRecord(Protocol):
+    """What spooling needs of a finished trajectory: `SessionRecord`, or a session server's sample."""
+
+    @property
+    def n_tokens(self) -> int:
+        """All tokens."""
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens with mask 1."""
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled which tokens."""
+
+    def routed_experts(self) -> npt.NDArray[np.unsignedinteger] | None:
+        """Rows [n_tokens - 1, moe_layers, top_k], or None."""
+
+    def to_trajectory(
+        self,
+        *,
+        group_id: int,
+        index: int,
+        reward: float,
+        status: SampleStatus,
+        label: str = "",
+        routed_experts: RoutedExpertsRef | None = None,
+        metadata: dict[str, object] | None = None,
+    ) -> Trajectory:
+        """As the trainer takes it."""
+
+
 @dataclass(frozen=True)
 class Played:
     """A trajectory that came to its end."""
 
     index: int
-    record: SessionRecord
+    record: TrainingRecord
     reward: float
     status: SampleStatus
     generation_s: float  # waited for the engine
     environment_s: float  # waited for the environment
+    rollout_id: int | None = None  # of the group's rollouts; None: index
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+#: Plays one rollout of a group with an agent function: a trajectory per branch of its session.
+PlayAgent = Callable[[GenerateGroup, int], Awaitable[list[Played]]]
+
+
+def trajectory_name(job: GenerateGroup, index: int) -> str:
+    """Of the trajectory's sandbox and of its session on an engine or a session server.
+
+    With its purpose: ids of training groups and of evaluations overlap, and both are played at once.
+    """
+    return f"{job.purpose.value}-{job.group_id}-{job.attempt}-{index}"
 
 
 async def run_group(
@@ -86,24 +154,28 @@ async def run_group(
     sandboxes: Sandboxes,
     bounds: Bounds,
     lease: Lease | None,
+    play_agent: PlayAgent | None = None,
 ) -> list[Played]:
-    """All trajectories of one group, in order of index, played concurrently.
+    """All trajectories of one group, in order of their rollouts, played concurrently.
 
     The first failure cancels the others and is raised (EngineFailed, PeerLost, UserError, ...). `lease` may be
-    None for demonstrations.
+    None for demonstrations. With `play_agent` a generation slot is held while the agent is at work; which engine
+    serves it is then its session server's choice.
     """
 
-    async def play(index: int) -> Played:
+    async def play(index: int) -> list[Played]:
         if job.purpose is GroupPurpose.DEMO:
-            return await run_trajectory(job, index, tokenizer, environment, sandboxes, bounds, None)
+            return [await run_trajectory(job, index, tokenizer, environment, sandboxes, bounds, None)]
         if lease is None:
             raise UserError(f"group {job.group_id}: purpose {job.purpose} needs an engine")
         async with lease() as engine:
-            return await run_trajectory(job, index, tokenizer, environment, sandboxes, bounds, engine)
+            if play_agent is not None:
+                return await play_agent(job, index)
+            return [await run_trajectory(job, index, tokenizer, environment, sandboxes, bounds, engine)]
 
     tasks = [asyncio.create_task(play(index)) for index in range(job.n_samples)]
     try:
-        return list(await asyncio.gather(*tasks))
+        return [played for rollout in await asyncio.gather(*tasks) for played in rollout]
     finally:
         for task in tasks:
             task.cancel()
@@ -120,8 +192,7 @@ async def run_trajectory(
     engine: RolloutEngine | None,
 ) -> Played:
     """One trajectory; without an engine, the episode's demonstration is played."""
-    # With its purpose: ids of training groups and of evaluations overlap, and both are played at once.
-    name = f"{job.purpose.value}-{job.group_id}-{job.attempt}-{index}"
+    name = trajectory_name(job, index)
     seed = derive_seed(job.seed, "trajectory", index)
     record = SessionRecord(tokenizer, job.prompt.messages)
     if record.n_tokens >= bounds.max_tokens:
@@ -219,7 +290,7 @@ class _Player:
             self.job.sampling,
             max_new_tokens=min(self.job.sampling.max_new_tokens, self.bounds.max_tokens - record.n_tokens),
             stop_token_ids=self.job.sampling.stop_token_ids or record.stop_ids,
-            seed=derive_seed(self.seed, "turn", turn) & 0x7FFFFFFF,  # engines take 31 bits
+            seed=turn_seed(self.seed, turn),
         )
         remaining = self.deadline.remaining_s
         answer = asyncio.ensure_future(

@@ -43,13 +43,17 @@ def spool_group(
     """Write the group's routed experts and payload; blocks for the writes (run it in a thread). Raises OSError."""
     references = _store_routed_experts(job, played, paths, term)
     trajectories = tuple(
-        p.record.to_trajectory(
-            group_id=job.group_id,
-            index=p.index,
-            reward=p.reward,
-            status=p.status,
-            label=job.prompt.label,
-            routed_experts=reference,
+        msgspec.structs.replace(
+            p.record.to_trajectory(
+                group_id=job.group_id,
+                index=p.index,
+                reward=p.reward,
+                status=p.status,
+                label=job.prompt.label,
+                routed_experts=reference,
+                metadata=p.metadata,
+            ),
+            rollout_id=p.rollout_id,
         )
         for p, reference in zip(played, references, strict=True)
     )
@@ -104,6 +108,7 @@ def _summary(trajectory: Trajectory, n_sampled: int) -> TrajectorySummary:
         oldest_version=min(versions, key=_age) if versions else None,
         label=trajectory.label,
         routed_experts=trajectory.routed_experts,
+        rollout_id=trajectory.rollout_id,
         sampled=_sampled(trajectory),
     )
 

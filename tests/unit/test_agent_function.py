@@ -18,7 +18,6 @@ from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import ChatMessage, SampleStatus, SamplingParams
 from miles_hpc.rollout.agent_function import (
-    AgentEpisode,
     AgentOutcome,
     AgentRunner,
     AgentSession,
@@ -27,7 +26,6 @@ from miles_hpc.rollout.agent_function import (
     read_outcome,
     request_kwargs,
 )
-from miles_hpc.rollout.reward.rules import resolve_reward
 
 TOKEN = "token-of-one-session"
 TASK = AgentTask(
@@ -396,17 +394,6 @@ def test_what_is_returned_and_kept() -> None:
 def test_wrong_returns_are_failures_that_say_so(returned: Any, error: str) -> None:
     outcome = read_outcome(returned, 0.0)
     assert outcome.status is SampleStatus.FAILED and error in outcome.error and "\n" not in outcome.error
-
-
-def test_rewards_of_episodes() -> None:
-    runner = AgentRunner(with_nothing)
-    by_rule = AgentEpisode(runner, TASK, label=7, rule=resolve_reward("math"))
-    done = AgentOutcome(SampleStatus.COMPLETED)
-    assert by_rule.reward(done, r"\boxed{7}") == 1.0 and by_rule.reward(done, r"\boxed{8}") == 0.0
-    assert by_rule.reward(AgentOutcome(SampleStatus.COMPLETED, reward=0.25), r"\boxed{7}") == 0.25
-    assert by_rule.reward(AgentOutcome(SampleStatus.TRUNCATED, reward=1.0), r"\boxed{7}") == 0.0
-    with pytest.raises(UserError, match="returned no reward, and there is no rm_type"):
-        AgentEpisode(runner, TASK).reward(done, "x")
 
 
 # ------------------------------------------------------------------------------------------------ loading

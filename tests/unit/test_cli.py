@@ -49,6 +49,11 @@ BAD_INPUT = {
     "wrong type": (["--set", "rollout.n_steps=ten"], "'rollout.n_steps' = \"ten\": expected int, seen str"),
     "value out of range": (["--set", "train.eps_clip=-0.2"], "train.eps_clip = -0.2: expected 0 or more"),
     "option that the environment lacks": (["--set", "environment.options.foo=1"], "unknown field `foo`"),
+    "agent function that its module lacks": (
+        ["--set", "rollout.custom_agent_function_path=miles_hpc.recipes.agents:play_turn"],
+        "custom_agent_function_path: function 'miles_hpc.recipes.agents:play_turn': the module has no 'play_turn': "
+        "did you mean 'play_turns'?",
+    ),
     "run directory below a file": (["--run-dir", "run.toml/run"], "run.toml is a file: choose another"),
     "malformed --set": (["--set", "rollout.n_steps"], "--set rollout.n_steps: expected key=value"),
     "partition that the site lacks": (

@@ -57,6 +57,8 @@ def test_the_plain_run_is_valid_everywhere() -> None:
         ("groups.sandbox.nodes=-1", "groups.sandbox: nodes = -1: expected 0 or more"),
         ("rollout.engine=troch", "rollout.engine: no engine named 'troch': did you mean 'torch'?"),
         ("train.backend=zzz", "train.backend: no backend named 'zzz': expected one of "),
+        ("rollout.custom_agent_function_path=run", "custom_agent_function_path: 'run': expected module:function"),
+        ("rollout.agent_options={a=1}", "rollout.agent_options: there is no agent to give them to"),
         ("environment.name=shel", "environment.name: no environment named 'shel': did you mean 'shell'?"),
         ("model.config={}", "model: neither is given"),
         ("model.path=/somewhere", "model: both are given"),
@@ -217,6 +219,12 @@ def test_evaluations_that_could_not_go_on_are_refused(overrides: tuple[str, ...]
     with pytest.raises(UserError) as caught:
         validate(make_run(*overrides), gpu_site())
     assert message in str(caught.value)
+
+
+def test_agents_do_not_reach_engines_that_are_set_aside() -> None:
+    settings = ("eval.n_episodes=8", "eval.engines_per_host=1", "rollout.engines_per_host=2")
+    with pytest.raises(UserError, match="agents' sessions go to the engines for training alone"):
+        validate(make_run(*settings, "rollout.custom_agent_function_path=agents:play"), gpu_site())
 
 
 def test_evaluations_may_have_engines_of_their_own() -> None:

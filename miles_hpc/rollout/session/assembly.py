@@ -101,14 +101,19 @@ class SessionService:
             engines=self.gateway.engines,
             trouble=self._journal.trouble,
             moved=routing.moved,
+            failovers=self.gateway.failovers,
+            slowest_failover_s=self.gateway.slowest_failover_s,
             load_imbalance=routing.load_imbalance,
             prefix_hit_rate=routing.prefix_hit_rate,
             prefix_bound=routing.prefix_bound,
         )
 
-    async def start(self, listening: socket.socket) -> None:
-        """Go on with the journal's sessions, then serve."""
+    async def start(self, listening: socket.socket, *, new_owner: bool = False) -> None:
+        """Go on with the journal's sessions, then serve. With `new_owner` nobody knows these any more: close them."""
         self._journal.start()
+        if new_owner:
+            self._book.discard(self._stored, "its owner is gone")
+            self._stored = {}
         failed = self._book.restore(self._stored)
         self._stored = {}
         self._events.note(

@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -64,6 +64,8 @@ class OpenSession:
     in_flight: int = 0
     n_tokens: int = 0  # recorded, over all branches
     largest_body: int = 0  # of the requests that were rendered
+    n_asked: int = 0  # requests that were given a seed
+    out_of_room: int = 0  # requests that were refused because the context has no room for an answer
 
 
 class SessionBook:
@@ -137,10 +139,16 @@ class SessionBook:
                 continue
             turns = entry.session.history.turns()
             entry.n_tokens = sum(len(turn.new_ids) + len(turn.output_ids) for turn in turns)
+            entry.n_asked = len(turns)
             self._sessions[session_id] = entry
             if turns:
                 self.gateway.restore(session_id, context_tokens=max(turn.n_tokens for turn in turns))
         return failed
+
+    def discard(self, stored: Iterable[str], reason: str) -> None:
+        """Close sessions of an earlier process in the journal, without going on with them."""
+        for session_id in stored:
+            self.journal.put(SessionClosed(session=session_id, reason=reason)).add_done_callback(_seen)
 
     async def close(self, entry: OpenSession, reason: str) -> None:
         """Nothing more is recorded for the session; requests under way are still answered. Raises NotStored."""

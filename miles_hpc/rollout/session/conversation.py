@@ -24,8 +24,11 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.types import SamplingParams
+from miles_hpc.dataflow.source import turn_seed
 from miles_hpc.rollout.engine import Generation
 from miles_hpc.rollout.session.book import OpenSession, SessionBook
 from miles_hpc.rollout.session.chat import Answer, ChatRequest, TokenLogProb
@@ -105,12 +108,16 @@ async def _prepare(entry: OpenSession, request: ChatRequest, body_bytes: int, th
 def _sampling(entry: OpenSession, request: ChatRequest, n_prompt: int, context_tokens: int) -> SamplingParams:
     room = context_tokens - n_prompt
     if room < 1:
+        entry.out_of_room += 1
         raise BadRequest(
             f"the prompt has {n_prompt} tokens: this server takes prompt and answer of at most {context_tokens} "
             "together: send less, or end the session",
             param="messages",
         )
     wish = request.sampling.over(entry.settings.sampling)
+    if wish.seed is None and entry.settings.seed is not None:
+        wish = msgspec.structs.replace(wish, seed=turn_seed(entry.settings.seed, entry.n_asked))
+        entry.n_asked += 1
     return wish.params(room_tokens=room, stop_ids=entry.template.stop_ids)
 
 

@@ -79,6 +79,7 @@ class _Request:
     lanes: _Lanes
     failures: list[str] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
+    lost_at: float | None = None  # when an engine was lost in the middle of it
 
     @property
     def is_over(self) -> bool:
@@ -106,6 +107,8 @@ class EngineGateway:
         self._router = SessionRouter(WeightVersion(0, 0), ttl_s=session_ttl_s, max_sessions=max_sessions)
         self._max_tries = max_tries
         self._clock = clock
+        self.failovers = 0  # requests that ended well though their engine was lost in the middle
+        self.slowest_failover_s = 0.0  # from the loss to the answer
         self._engines: dict[str, _Engine] = {}
         self._lanes: dict[str, _Lanes] = {}
         self._numbers = itertools.count()
@@ -225,6 +228,9 @@ class EngineGateway:
                 return request.partial.so_far  # aborted, with what it has
             whole = request.partial.so_far
             if whole is not None and whole.finish_reason is not FinishReason.ABORT:
+                if request.lost_at is not None:
+                    self.failovers += 1
+                    self.slowest_failover_s = max(self.slowest_failover_s, self._clock() - request.lost_at)
                 return whole
             if request.is_over:
                 if whole is not None and request.partial.n_output > 0:
@@ -273,6 +279,7 @@ class EngineGateway:
         except (PeerLost, OSError) as error:
             if self._engines.get(route.engine) is entry:  # not one of the same name that came meanwhile
                 self.remove_engine(route.engine)
+            request.lost_at = self._clock() if request.lost_at is None else request.lost_at
             failure = f"{type(error).__name__}: {error}"
         except RemoteError as error:
             if error.kind == "UserError":

@@ -257,9 +257,11 @@ def _described(entry: OpenSession, *, with_tokens: bool) -> dict[str, Any]:
         "matcher": settings.matcher,
         "tool_parser": settings.tool_parser,
         "chat_family": settings.chat_family,
+        "seed": settings.seed,
         "metadata": settings.metadata,
         "max_trim_tokens": entry.template.max_trim_tokens,
         "n_tokens": entry.n_tokens,
+        "out_of_room": entry.out_of_room,
         "turns": turns,
         "leaves": leaves,
     }

@@ -10,15 +10,16 @@ import msgspec
 
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.registry import names
-from miles_hpc.rollout.session.chat import SamplingWish
+from miles_hpc.rollout.session.chat import SamplingWish, whole
 from miles_hpc.rollout.session.errors import BadRequest
 from miles_hpc.rollout.session.openai_api import read_sampling
 from miles_hpc.rollout.session.template import CHAT_FAMILIES
 
 __all__ = ["SessionLimits", "SessionSettings", "read_settings"]
 
-_FIELDS = ("history", "max_rollback", "matcher", "tool_parser", "chat_family", "sampling", "metadata")
+_FIELDS = ("history", "max_rollback", "matcher", "tool_parser", "chat_family", "sampling", "seed", "metadata")
 _MOST_ROLLBACK = 1 << 20
+_MOST_SEED = 2**63 - 1
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +31,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tool_parser: str = "none"
     chat_family: str = "default"
     sampling: SamplingWish = SamplingWish()
+    seed: int | None = None  # request n, from 0, that gives no seed gets one that follows from this and n
     metadata: dict[str, Any] = {}
 
 
@@ -77,6 +79,8 @@ def read_settings(body: Any, defaults: SessionSettings) -> SessionSettings:
     if isinstance(rollback, bool) or not isinstance(rollback, int) or not 0 <= rollback <= _MOST_ROLLBACK:
         text = f"max_rollback={rollback!r:.40}: expected a whole number from 0 to {_MOST_ROLLBACK}"
         raise BadRequest(text, param="max_rollback")
+    if "seed" in given:
+        given["seed"] = whole(given, "seed", 0, _MOST_SEED)
     if not isinstance(given.get("metadata", {}), dict):
         raise BadRequest("metadata: expected an object", param="metadata")
     if "sampling" in given:

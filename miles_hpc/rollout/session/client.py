@@ -1,0 +1,172 @@
+"""The owner's side of a node's session server: opens sessions, reads their records, closes them.
+
+    serve_at ─▶ open ─▶ SessionHandle ─▶ an agent talks to it ─▶ state, samples ─▶ delete
+
+| a request meets | what becomes of it |
+|---|---|
+| no server yet, one that was killed, 503 | asked again, with pauses of 0.1 to 1 s, until its deadline |
+| another error | SessionServerFailed, with the server's words |
+
+A server that is started again goes on with its sessions, at the same port if it can; so the agents of these sessions
+bridge its restart with the retries of their own clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from miles_hpc.core.deadline import Deadline
+from miles_hpc.core.errors import IntegrityError, MilesError
+from miles_hpc.core.types import FinishReason
+from miles_hpc.rollout.session.payload import WireSample, read_samples
+
+__all__ = ["SessionClient", "SessionHandle", "SessionServerFailed", "SessionState"]
+
+_PAUSES_S = (0.1, 0.2, 0.5, 1.0)
+_DELETE_S = 10.0
+
+
+class SessionServerFailed(MilesError):
+    """The session server didn't do what was asked, or isn't there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    """One open session: its address below the server and the token that lets its agent in."""
+
+    url: str  # http://127.0.0.1:PORT/sessions/ID
+    token: str = field(repr=False)
+
+    @property
+    def base_url(self) -> str:
+        """For clients of OpenAI's protocol."""
+        return f"{self.url}/v1"
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    turn: int
+    finish_reason: FinishReason
+
+
+class _Shown(msgspec.Struct, frozen=True):
+    """What is read of GET /sessions/{id}."""
+
+    turns: tuple[_Turn, ...]
+    out_of_room: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What a session has come to."""
+
+    n_turns: int
+    out_of_room: bool  # a request was refused because prompt and answer wouldn't fit
+    cut: bool  # its newest turn was ended by a limit
+
+
+class SessionClient:
+    """Belongs to one event loop. `serve_at` says where the server is, as often as that changes."""
+
+    def __init__(self) -> None:
+        self._url = ""
+        self._token = ""
+        self._there = asyncio.Event()
+        self._http: aiohttp.ClientSession | None = None
+
+    def serve_at(self, url: str, token: str) -> None:
+        """From now on the server is at this address (http://HOST:PORT); "" means that there is none at the moment."""
+        self._url, self._token = url, token
+        if url:
+            self._there.set()
+        else:
+            self._there.clear()
+
+    async def open(self, settings: dict[str, Any], deadline: Deadline) -> SessionHandle:
+        """A new session; `settings` are SessionSettings as JSON has them. Raises SessionServerFailed."""
+        try:
+            await asyncio.wait_for(self._there.wait(), deadline.remaining_s)
+        except TimeoutError:
+            raise SessionServerFailed(f"{deadline.error()}: this node's session server isn't there") from None
+        data = await self._ask("POST", lambda: f"{self._url}/sessions", lambda: self._token, deadline, settings)
+        try:
+            opened = msgspec.json.decode(data, type=dict[str, str])
+            return SessionHandle(url=f"{self._url}/sessions/{opened['session_id']}", token=opened["token"])
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise SessionServerFailed(f"session server: answered {data[:80]!r}: expected a session's id") from error
+
+    async def state(self, session: SessionHandle, deadline: Deadline) -> SessionState:
+        """Raises SessionServerFailed."""
+        data = await self._ask("GET", lambda: session.url, lambda: session.token, deadline)
+        try:
+            shown = msgspec.json.decode(data, type=_Shown)
+        except msgspec.MsgspecError as error:
+            raise SessionServerFailed(f"session server: {error}: expected a session's state") from error
+        last = max(shown.turns, key=lambda turn: turn.turn, default=None)
+        return SessionState(
+            n_turns=len(shown.turns),
+            out_of_room=shown.out_of_room > 0,
+            cut=last is not None and last.finish_reason is not FinishReason.STOP,
+        )
+
+    async def samples(self, session: SessionHandle, deadline: Deadline) -> list[WireSample]:
+        """What the session gives to training, in order of recording. Raises SessionServerFailed, IntegrityError."""
+        data = await self._ask("POST", lambda: f"{session.url}/samples", lambda: session.token, deadline, {})
+        meta, samples = read_samples(data)
+        if meta.session_id != session.url.rpartition("/")[2]:
+            raise IntegrityError(f"samples of session {meta.session_id}, asked for {session.url}")
+        return samples
+
+    async def delete(self, session: SessionHandle) -> None:
+        """Close it, if that can be done: what nobody closes ends by itself."""
+        deadline = Deadline(_DELETE_S, "closing a session")
+        try:
+            await self._ask("DELETE", lambda: session.url, lambda: session.token, deadline)
+        except SessionServerFailed:
+            pass
+
+    async def close(self) -> None:
+        """Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def _ask(
+        self, method: str, url: Callable[[], str], token: Callable[[], str], deadline: Deadline, body: Any = None
+    ) -> bytes:
+        """One request until it is answered; address and token are looked at anew for each try."""
+        trouble, n = "", 0
+        while not deadline.expired:
+            if url().startswith("http"):
+                try:
+                    status, data = await self._send(method, url(), token(), deadline.remaining_s, body)
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    trouble = f"{type(error).__name__}: {error}"
+                else:
+                    if status < 300:
+                        return data
+                    trouble = f"status {status}: {data[:300].decode(errors='replace')}"
+                    # A session's token isn't the server's: 401 on opening is a server that was started again meanwhile.
+                    if status != 503 and not (status == 401 and url().endswith("/sessions")):
+                        raise SessionServerFailed(f"session server: {method} {url()}: {trouble}")
+            await asyncio.sleep(min(_PAUSES_S[min(n, len(_PAUSES_S) - 1)], deadline.remaining_s))
+            n += 1
+        raise SessionServerFailed(f"{deadline.error()}: {trouble or 'there is no session server'}")
+
+    async def _send(self, method: str, url: str, token: str, timeout_s: float, body: Any) -> tuple[int, bytes]:
+        if self._http is None:
+            # Sessions are many and short; the bound on how many there are is that of generation slots.
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+        async with self._http.request(
+            method,
+            url,
+            headers={"Authorization": f"Bearer {token}"},
+            json=body,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            return response.status, await response.read()
