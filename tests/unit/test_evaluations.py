@@ -349,7 +349,7 @@ def test_too_many_are_skipped_by_policy_and_two_have_groups_of_their_own(tmp_pat
 
     settings = (*SHARED, "eval.max_in_flight=2", "eval.overflow_policy=skip")
     records = play(tmp_path, scene, FakeHost("h", slots=16), settings=settings)
-    assert [r.step for r in records if isinstance(r, Evaluated)] == [2, 4]
+    assert sorted(r.step for r in records if isinstance(r, Evaluated)) == [2, 4]
     assert [r for r in records if isinstance(r, EvaluationSkipped)] == [EvaluationSkipped(step=6, reason="overflow")]
 
 
