@@ -26,6 +26,7 @@ from miles_hpc.core.errors import MilesError, UserError
 from miles_hpc.core.messages import WeightManifest
 from miles_hpc.core.types import SamplingParams, WeightVersion
 from miles_hpc.rollout.engine import EngineSpec, Generation, RolloutEngine
+from miles_hpc.rollout.sglang.engine import SglangEngine
 
 __all__ = ["main"]
 
@@ -86,9 +87,8 @@ async def _check(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
         try:
             began = time.monotonic()
             await engine.start()
-            can = getattr(engine, "_can", None)
-            if can is not None:
-                found["updates_in_place"] = can.updates_in_place
+            if isinstance(engine, SglangEngine):
+                found["updates_in_place"] = engine.state.can.updates_in_place
             found["start_s"] = round(time.monotonic() - began, 1)
             for number, model in enumerate(models, 1):
                 source.stage(number, model)

@@ -142,7 +142,7 @@ class Bench:
 
 def corrupt_next_sglang_load(engine: SglangEngine) -> None:
     """Between loading and comparing, somebody else writes to one live parameter."""
-    client, update = engine._client, engine._client.update_from_tensors
+    client, update = engine.state.client, engine.state.client.update_from_tensors
 
     async def wrong(payloads: list[str], load_format: str | None, deadline_s: float) -> None:
         client.update_from_tensors = update  # type: ignore[method-assign]
@@ -154,7 +154,7 @@ def corrupt_next_sglang_load(engine: SglangEngine) -> None:
 
 
 def engine_width(engine: SglangEngine) -> int:
-    config = json.loads((engine._spec.model_path / "config.json").read_text())
+    config = json.loads((engine.state.spec.model_path / "config.json").read_text())
     return config["hidden_size"]
 
 

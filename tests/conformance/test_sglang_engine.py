@@ -21,6 +21,7 @@ from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import IntegrityError, MilesError, PeerLost, UserError
 from miles_hpc.core.types import FinishReason, WeightVersion
 from miles_hpc.rollout.sglang import engine as sglang_engine
+from miles_hpc.rollout.sglang import generating
 from miles_hpc.rollout.sglang.checkpoint import checkpoint_tensors
 from miles_hpc.rollout.sglang.client import EngineRefused
 from miles_hpc.rollout.sglang.engine import SglangEngine
@@ -185,7 +186,7 @@ def test_an_update_that_the_server_refuses_after_it_changed_weights_taints(tmp_p
     async def scenario(engine: SglangEngine, source: Source, folder: Path) -> None:
         await sync(engine, source, source.stage(1, make_model(folder, 1)))
         v2 = source.stage(2, make_model(folder, 2))
-        client = engine._client
+        client = engine.state.client
 
         async def flushing(payloads: list[str], load_format: str | None, deadline_s: float) -> None:
             body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": True}
@@ -223,7 +224,7 @@ def test_weights_from_a_process_group_and_from_disk(tmp_path: Path) -> None:
     """The other ways that SGLang has: what the engine then holds is compared with the same check."""
 
     async def scenario(engine: SglangEngine, source: Source, folder: Path) -> None:
-        client = engine._client
+        client = engine.state.client
         model = make_model(folder, 5)
         v1 = source.stage(1, model)
         manifest = source.manifests[v1]
@@ -261,13 +262,13 @@ def test_weights_from_a_process_group_and_from_disk(tmp_path: Path) -> None:
 async def _compare(engine: SglangEngine, source: Source, version: WeightVersion, tensors) -> None:
     """The live parameters with a staged version, without loading it."""
     manifest = source.manifests[version]
-    engine._staging.lay_out(manifest.pieces)
-    engine._staging.put(manifest.pieces, memoryview(b"".join(source.source._staged[version].views)))
-    await engine._client.begin_update(30)
+    engine.updating.staging.lay_out(manifest.pieces)
+    engine.updating.staging.put(manifest.pieces, memoryview(b"".join(source.source._staged[version].views)))
+    await engine.state.client.begin_update(30)
     try:
-        await engine._order(tensors, Deadline(60, "compare"), check=True)
+        await engine.updating.order(tensors, Deadline(60, "compare"), check=True)
     finally:
-        await engine._client.end_update(30)
+        await engine.state.client.end_update(30)
 
 
 def _join(port: int) -> torch.distributed.ProcessGroup:
@@ -345,7 +346,7 @@ def test_two_ranks_load_and_compare_their_shares_and_a_killed_or_stopped_server_
     """One server of its own, as wide as two ranks, that doesn't survive the test."""
     monkeypatch.setattr(sglang_engine, "_HEALTH_S", 1.0)
     monkeypatch.setattr(sglang_engine, "_WATCH_EVERY_S", 0.5)
-    monkeypatch.setattr(sglang_engine, "_ABORT_S", 3.0)
+    monkeypatch.setattr(generating, "_ABORT_S", 3.0)
 
     async def run() -> None:
         folder = save_config("moe", tmp_path / "model")
@@ -404,15 +405,15 @@ def test_a_deadline_that_falls_into_an_update_is_kept_after_it(tmp_path: Path) -
     async def scenario(engine: SglangEngine, source: Source, folder: Path) -> None:
         await sync(engine, source, source.stage(1, make_model(folder, 1)))
         v2 = source.stage(2, make_model(folder, 2))
-        load, let_go = engine._load, asyncio.Event()
+        load, let_go = engine.updating.load, asyncio.Event()
 
         async def held_up(*what) -> None:
             await let_go.wait()
             await load(*what)
 
-        engine._load = held_up  # type: ignore[method-assign]
+        engine.updating.load = held_up  # type: ignore[method-assign]
         syncing = asyncio.ensure_future(sync(engine, source, v2))
-        await until(lambda: not engine._may_start.is_set())
+        await until(lambda: not engine.state.may_start.is_set())
         late = asyncio.ensure_future(generate(engine, [1, 2, 3], session="late", deadline_s=0.2))
         await asyncio.sleep(1.0)
         assert not late.done()  # nothing answers in the pause

@@ -88,6 +88,7 @@ def test_a_lost_engine_is_left_and_its_session_goes_on_elsewhere(tmp_path: Path)
         assert (await ask(gateway)).output_ids.tolist() == [5, 6, 7]
         assert calls(one, two) == [1, 1]
         assert gateway.engines == ("two",) and not gateway.has("one") and gateway.stats().moved == 1
+        assert gateway.failovers == 1 and 0 < gateway.slowest_failover_s < 60
         await ask(gateway)
         assert calls(one, two) == [1, 2]
 
@@ -102,6 +103,22 @@ class Failing(ScriptedEngine):
     async def generate(self, *args: Any, **more: Any) -> Generation:
         self.calls += 1
         raise self.error
+
+
+def test_what_an_engines_process_lost_is_a_lost_engine(tmp_path: Path) -> None:
+    async def scenario(world: EngineWorld, gateway: EngineGateway) -> None:
+        one, two = [await world.engine(name, numbers) for name in ("one", "two")]
+        one.__class__ = Failing
+        one.error = RemoteError("SGLang ended with -9", kind="PeerLost", peer="x")  # type: ignore[attr-defined]
+        gateway.add_engine("one", one, V1)
+        asking = asyncio.create_task(ask(gateway))
+        while gateway.has("one"):
+            await asyncio.sleep(0.01)
+        gateway.add_engine("two", two, V1)
+        assert (await asking).output_ids.tolist() == [5, 6, 7]
+        assert gateway.engines == ("two",) and gateway.failovers == 1
+
+    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("error", [Failing.error, ProtocolError("holds no weights")])
@@ -258,6 +275,7 @@ def test_an_engine_that_is_lost_with_a_part_of_the_answer(tmp_path: Path) -> Non
         await two.close()  # and nobody is left
         generation = await asking
         assert generation.output_ids.tolist() == [5, 6] and generation.finish_reason is FinishReason.ABORT
+        assert gateway.failovers == 1  # the second wasn't answered by another
 
     play(tmp_path, scenario)
 

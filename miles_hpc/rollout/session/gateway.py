@@ -7,8 +7,8 @@
 | an engine answers with | what becomes of the request | of the engine |
 |---|---|---|
 | an abort that nobody here asked for (an update) | goes on from what was sampled (partial.py) | stays |
-| PeerLost, OSError | goes to another engine | out until it is added again; its sessions move |
-| RemoteError, ProtocolError | goes to another; to the same after a pause if there is none | stays |
+| PeerLost, also told by its process; OSError | goes to another | out until it is added again; its sessions move |
+| other RemoteError, ProtocolError | goes to another; to the same after a pause if there is none | stays |
 | RemoteError of kind UserError | BadRequest (400): no engine would take it | stays |
 | nothing, until the deadline | aborted; what it has so far, else OutOfTime (504) | stays; the session leaves it |
 
@@ -277,15 +277,16 @@ class EngineGateway:
             if part.finish_reason is FinishReason.ABORT and len(part.output_ids) == 0:
                 failure = "aborted before anything was sampled"
         except (PeerLost, OSError) as error:
-            if self._engines.get(route.engine) is entry:  # not one of the same name that came meanwhile
-                self.remove_engine(route.engine)
-            request.lost_at = self._clock() if request.lost_at is None else request.lost_at
             failure = f"{type(error).__name__}: {error}"
+            self._lost(route.engine, entry, request)
         except RemoteError as error:
             if error.kind == "UserError":
                 raise BadRequest(f"engine {route.engine} refuses the request: {error.text}") from error
-            request.tried.add(route.engine)
             failure = str(error)
+            if error.kind == "PeerLost":  # its process is there, what computes behind it isn't
+                self._lost(route.engine, entry, request)
+            else:
+                request.tried.add(route.engine)
         except ProtocolError as error:
             request.tried.add(route.engine)
             failure = f"{type(error).__name__}: {error}"
@@ -336,6 +337,12 @@ class EngineGateway:
                 self._later(_give_up(engine, name, answer, lambda: lanes.busy.discard(lane)))
 
     # ------------------------------------------------------------------------------------------- inside
+
+    def _lost(self, name: str, entry: _Engine, request: _Request) -> None:
+        if self._engines.get(name) is entry:  # not one of the same name that came meanwhile
+            self.remove_engine(name)
+        if request.lost_at is None:
+            request.lost_at = self._clock()
 
     def _leave(self, key: str, engine: str) -> None:
         """The session's next request goes elsewhere, if anybody else can take it."""
