@@ -21,11 +21,9 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from checkpoints.journal import JournalWriter, RunCompleted, StepDone
 from miles_hpc.cluster.lifecycle import should_continue
@@ -33,16 +31,17 @@ from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.cleaning import archive_evaluation
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import NO_SPACE, DurableJournal
-from miles_hpc.controller.engines import EngineFleet, Probe
+from miles_hpc.controller.engines import EngineFleet
 from miles_hpc.controller.evaluation import Evaluations
 from miles_hpc.controller.measure import batch_metrics, sync_metrics
-from miles_hpc.controller.members import TRAINER_RANK0, Members
+from miles_hpc.controller.members import Members
 from miles_hpc.controller.recovery import StartPlan, payload_present
 from miles_hpc.controller.saving import Checkpoints
 from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
+from miles_hpc.controller.trainer_calls import TrainerLost, TrainerWorld
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, PeerLost, ProtocolError, RemoteError
+from miles_hpc.core.errors import FencedError, MilesError, ProtocolError, RemoteError
 from miles_hpc.core.messages import (
     Ack,
     CheckpointWritten,
@@ -50,46 +49,27 @@ from miles_hpc.core.messages import (
     GroupDone,
     GroupFailed,
     HostStatus,
-    LoadState,
     Message,
     RestartHost,
     RestartRole,
-    ScoreTokens,
-    StageWeights,
-    TrainerReady,
-    TrainStep,
-    WeightsStaged,
-)
-from miles_hpc.core.messages import (
-    StepDone as StepReply,
 )
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity, Reply
+from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity
 from miles_hpc.core.types import WeightVersion
 from miles_hpc.dataflow.advantage import trajectory_advantages
 from miles_hpc.dataflow.buffer import Batch, GroupBuffer
-from miles_hpc.dataflow.packing import TrainItem, plan_batch, train_items
+from miles_hpc.dataflow.packing import TrainItem, train_items
 from miles_hpc.dataflow.source import PromptSource
 
-__all__ = ["AllocationEnds", "TermLoop", "TrainerLost"]
+__all__ = ["AllocationEnds", "TermLoop"]
 
-M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 #: Seconds that the end of an allocation needs besides one step and one save: hanging up, ending the steps, requeueing.
 _END_MARGIN_S = 12.0
 _DRAIN_S = 5.0
 _FENCE_S = 1.0
-
-
-class TrainerLost(MilesError):
-    """The trainer's world is gone or unusable, and with it everything since the last checkpoint."""
-
-    def __init__(self, text: str, incarnation: int) -> None:
-        super().__init__(text)
-        self.incarnation = incarnation
-        self.unreadable: Path | None = None  # the checkpoint whose files aren't what its manifest says
 
 
 class AllocationEnds(MilesError):
@@ -146,6 +126,7 @@ class TermLoop:
             on_lost=self._on_lost,
             on_notice=self._on_notice,
         )
+        self._trainer = TrainerWorld(run, self._members)
         self._fleet = EngineFleet(
             self._members.endpoint, events, deadline_s=run.control.call_deadline_s, changed=self._members.touch
         )
@@ -189,8 +170,6 @@ class TermLoop:
             attempt=self._attempt,
             live_stores=self._buffer.routing_stores,
         )
-        self._trainer_incarnation = 0
-        self._asked: set[asyncio.Task[Reply]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
         self._adopted = False
@@ -277,27 +256,21 @@ class TermLoop:
         deadline = Deadline(self._run.control.start_deadline_s, "waiting for the trainer and a rollout host")
 
         def ready() -> bool:
-            return self._members.endpoint(TRAINER_RANK0) is not None and self._fleet.count() > 0
+            return self._trainer.present and self._fleet.count() > 0
 
         with self._events.span("gather"):
             await self._or_ending(self._members.wait(ready, deadline))
 
     async def _load(self) -> None:
         folder = "" if self._plan.checkpoint is None else self._paths.relative(self._plan.checkpoint)
-        deadline_s = self._run.control.start_deadline_s
         with self._events.span("load"):
-            message = LoadState(checkpoint=folder, deadline_s=deadline_s)
             try:
-                ready, _ = await self._trainer(message, TrainerReady, deadline_s=deadline_s)
+                ready = await self._trainer.load(folder, self._plan.step)
             except TrainerLost as lost:
                 if isinstance(lost.__cause__, RemoteError) and lost.__cause__.kind == "IntegrityError":
                     lost.unreadable = self._plan.checkpoint
                     self._events.verdict("checkpoint_unreadable", peer=folder, evidence=str(lost)[:500])
                 raise
-        if ready.step != self._plan.step:
-            raise ProtocolError(f"the trainer loaded step {ready.step}; the manifest says {self._plan.step}")
-        self._world_size = ready.world_size
-        self._shape = ready.shape
         self._events.note(
             "run_start",
             run=self._run.name,
@@ -379,29 +352,9 @@ class TermLoop:
         batch: Batch | None = None,
         started: float | None = None,
     ) -> None:
-        train = self._run.train
         started = time.monotonic() if started is None else started
-        skip = loss == "grpo" and not train.entropy_coef and not (train.use_kl_loss and train.kl_loss_coef)
-        packed = plan_batch(
-            items,
-            n_ranks=self._world_size,
-            row_tokens=train.row_tokens,
-            max_tokens_per_microbatch=train.max_tokens_per_microbatch,
-            skip_zero_advantage=skip,
-        )
-        message = TrainStep(
-            step=step,
-            loss=loss,
-            lr=lr,
-            microbatches=packed.microbatches,
-            total_loss_tokens=packed.total_loss_tokens,
-            routing_replay=loss == "grpo" and self._run.rollout.routing_replay and self._shape.n_experts > 0,
-            deadline_s=self._run.control.step_deadline_s,
-        )
-        began = time.monotonic()
         with self._events.span("train_step", step=step):
-            done, _ = await self._trainer(message, StepReply, deadline_s=message.deadline_s)
-        values["perf/train_time"] = time.monotonic() - began
+            outcome = await self._trainer.train(step, loss, items, lr)
         self._step = step
         if batch is not None:
             await self._journal.append(StepDone(step=step, version=(self._term, step)))
@@ -411,14 +364,10 @@ class TermLoop:
             values["perf/stage_time"] = time.monotonic() - began
             self._dispatch.wake()
         self._step_s = max(0.9 * self._step_s, time.monotonic() - started)
-        values |= done.metrics
-        values |= {f"perf/{name}": seconds for name, seconds in done.phases_s.items()}
+        values |= outcome.values
         values |= {
             "train/lr": lr,
             "perf/step_time": time.monotonic() - started,
-            "train/skipped_zero_advantage": packed.skipped,
-            "routing/replayed_positions": done.replayed_positions,
-            "routing/recorded_positions": done.recorded_positions,
             "data/trained_groups_total": self._trained_groups,
         }
         self._events.metric(step, {k: float(f"{v:.6g}") for k, v in values.items()})
@@ -426,27 +375,9 @@ class TermLoop:
     async def _publish_weights(self) -> None:
         """Stage the current weights, score the probe batch with them, and let the fleet follow."""
         await self._evaluations.before_staging(self._step)
-        version = WeightVersion(self._term, self._step)
-        deadline_s = self._run.control.call_deadline_s
         with self._events.span("stage", step=self._step):
-            message = StageWeights(version=version, deadline_s=deadline_s)
-            staged, _ = await self._trainer(message, WeightsStaged, deadline_s=deadline_s)
-            probe = await self._score_probe()
+            staged, probe = await self._trainer.stage(WeightVersion(self._term, self._step))
         self._fleet.want(staged, probe)
-
-    async def _score_probe(self) -> Probe | None:
-        n = self._run.train.probe_sequences
-        if n == 0:
-            return None
-        length = min(64, self._run.rollout.max_trajectory_tokens, self._shape.max_position_embeddings)
-        tokens = np.random.default_rng((self._run.seed, 17)).integers(0, self._shape.vocab_size, (n, length), np.int32)
-        _, payload = await self._trainer(
-            ScoreTokens(n=n, length=length),
-            None,
-            deadline_s=self._run.control.call_deadline_s,
-            payload=tokens.tobytes(),
-        )
-        return Probe(tokens, np.frombuffer(payload, np.float32).reshape(n, length - 1).copy())
 
     async def _take_over(self) -> None:
         """Groups that earlier terms own already: into the buffer instead of sampling them again."""
@@ -484,7 +415,7 @@ class TermLoop:
                 evaluations=self._evaluations.count,
                 deadline_s=deadline_s,
             )
-            await self._trainer(message, Ack, deadline_s=deadline_s)
+            await self._trainer.call(message, Ack, deadline_s=deadline_s)
             if wait:
                 await self._checkpoints.settle(Deadline(deadline_s, f"waiting for checkpoint {message.folder}"))
 
@@ -496,7 +427,7 @@ class TermLoop:
         if fits and not self._ending.is_set():
             return
         self._events.note("drain", remaining_s=remaining, step_s=step_s, save_s=save_s)
-        if not self._loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
+        if not self._trainer.loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
             raise AllocationEnds(f"allocation {self._attempt} ends before its trainer was ready: step {self._step}")
         await self._dispatch.drain(_DRAIN_S)
         await self._save(wait=True)
@@ -523,41 +454,11 @@ class TermLoop:
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=0.5)
-                if not task.done() and (not self._loaded or self._members.endpoint(TRAINER_RANK0) is not None):
+                if not task.done() and (not self._trainer.loaded or self._trainer.present):
                     await self._check_allocation()
             return task.result()
         finally:
             task.cancel()
-
-    @property
-    def _loaded(self) -> bool:
-        """Whether the trainer has state that could be saved."""
-        return hasattr(self, "_world_size")
-
-    # ------------------------------------------------------------------------------------------ trainer
-
-    async def _trainer(
-        self, message: Message, reply: type[M] | None, *, deadline_s: float, payload: bytes = b""
-    ) -> tuple[M, memoryview]:
-        """Call the trainer world; anything but the expected answer means that it is lost."""
-        endpoint = self._members.endpoint(TRAINER_RANK0)
-        if endpoint is None:
-            raise TrainerLost("the trainer's rank 0 is gone", self._trainer_incarnation)
-        self._trainer_incarnation = endpoint.peer.incarnation
-        try:
-            answer: Reply = await endpoint.call(message, payload=[payload] if payload else (), deadline_s=deadline_s)
-        except PeerLost as error:
-            raise TrainerLost(str(error), endpoint.peer.incarnation) from error
-        except (DeadlineExpired, RemoteError) as error:
-            if isinstance(error, RemoteError) and error.kind == "FencedError":
-                raise FencedError(error.text) from error
-            self._ask_supervisor(
-                RestartRole(role="trainer", incarnation=endpoint.peer.incarnation, reason=str(error)[:500])
-            )
-            raise TrainerLost(str(error), endpoint.peer.incarnation) from error
-        if reply is not None and not isinstance(answer.message, reply):
-            raise ProtocolError(f"the trainer answered {type(answer.message).__name__} to {type(message).__name__}")
-        return answer.message, answer.payload  # type: ignore[return-value]
 
     # ------------------------------------------------------------------------------------------ messages, losses
 
@@ -599,7 +500,7 @@ class TermLoop:
             return
         if peer.role.startswith("trainer"):
             # Where one srun starts all roles, the other ranks don't end with this one.
-            self._ask_supervisor(
+            self._members.tell_supervisor(
                 RestartRole(role="trainer", incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
             )
             self._events.verdict("rollback", to_step=self._checkpoints.newest_step, evidence=f"{peer.name}: {evidence}")
@@ -609,21 +510,6 @@ class TermLoop:
             self._dispatch.lose_host(peer.name)
         if peer.role in ("rollout-agent", "sandbox-agent"):
             role = peer.role.removesuffix("-agent")
-            self._ask_supervisor(
+            self._members.tell_supervisor(
                 RestartHost(role=role, host=peer.host, incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
             )
-
-    def _ask_supervisor(self, message: Message) -> None:
-        """Best effort: the supervisor sees ended steps by itself as well."""
-        endpoint = self._members.endpoint("supervisor")
-        if endpoint is None:
-            return
-        task = asyncio.create_task(endpoint.call(message, deadline_s=10.0))
-        self._asked.add(task)
-
-        def done(finished: asyncio.Task[Reply]) -> None:
-            self._asked.discard(finished)
-            if not finished.cancelled() and finished.exception() is not None:
-                self._events.note("supervisor_deaf", error=str(finished.exception()))
-
-        task.add_done_callback(done)
