@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoints.journal import Evaluated, EvaluationBegun, read_journals
+from checkpoints.journal import Evaluated, EvaluationBegun, EvaluationSkipped, read_journals
+from checkpoints.lineage import account, evaluations, fork_steps
+from checkpoints.manifest import newest_complete
+from miles_hpc.cli.story_reducer import reduce_events
+from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.telemetry import read_events
+from tools.kill_test import VICTIMS, processes
 
 SMALL = (
     "groups.trainer.nodes=1",
@@ -38,15 +46,17 @@ def run_dir() -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
+def _command(run_dir: Path, *settings: str) -> list[str]:
+    command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "local", "demo", "--run-dir", str(run_dir)]
+    return command + [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+
+
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [(), SET_ASIDE], ids=["shared", "set aside"])
 def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, settings: tuple[str, ...]) -> None:
-    command = [sys.executable, "-P", "-m", "miles_hpc.cli.main", "local", "demo", "--run-dir", str(run_dir)]
-    for setting in (*SMALL, *settings):
-        command += ["--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(_command(run_dir, *settings), capture_output=True, text=True, timeout=280, check=False)
     logs = "\n".join(f"{p.name}: {p.read_text()[-800:]}" for p in sorted(run_dir.glob("attempts/*/logs/*.log")))
     assert (done.returncode, "the run is complete" in done.stdout) == (0, True), done.stdout + done.stderr + logs
     events = read_events(run_dir / "events")
@@ -83,6 +93,53 @@ def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, setti
         held = {name: [e["version"] for e in synced if e["peer"] == f"rollout1-{name}"] for name in ("e0", "e1")}
         assert held["e1"] == ["1.0", "1.2", "1.4", "1.6"]
         assert held["e0"][-1] == "1.6" and set(held["e0"]) - set(held["e1"])
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_evaluation_that_a_lost_trainer_cuts_has_one_outcome(run_dir: Path) -> None:
+    """With a checkpoint of every step the run goes on behind the evaluation's: then its weights are gone."""
+    settings = (
+        "rollout.n_steps=10",
+        "checkpoint.interval_steps=1",
+        "eval.n_episodes=64",
+        "eval.slot_share=0.1",
+        "eval.max_in_flight=2",
+    )
+    run = subprocess.Popen(_command(run_dir, *settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = Deadline(120.0, "a checkpoint behind the evaluation of step 2")
+        while not any(n["step"] >= 3 for n in _named(read_events(run_dir / "events"), "note", "checkpoint")):
+            deadline.check()
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.05)
+        (rank,) = processes(VICTIMS["rank"], run_dir)
+        os.kill(rank, signal.SIGKILL)
+        output, _ = run.communicate(timeout=150)
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait(timeout=30)
+    assert (run.returncode, "the run is complete" in output) == (0, True), output
+    journals = read_journals(run_dir / "journal")
+    newest = newest_complete(run_dir / "checkpoints")
+    assert newest is not None and len(journals) == 2, journals
+    counted = account(journals, newest[1])
+    assert counted.sound and len(counted.trained) == 20
+    outcomes = evaluations(journals, fork_steps(journals, counted.segments))
+    assert sorted(outcomes) == [0, 2, 4, 6, 8, 10]
+    skipped = sorted(step for step, outcome in outcomes.items() if isinstance(outcome, EvaluationSkipped))
+    evaluated = sorted(step for step, outcome in outcomes.items() if isinstance(outcome, Evaluated))
+    assert 2 in skipped and {0, 10} <= set(evaluated) and len(skipped) + len(evaluated) == 6
+    records = [r for journal in journals.values() for r in journal.records()]
+    told = [r.step for r in records if isinstance(r, Evaluated | EvaluationSkipped)]
+    assert sorted(told) == sorted(outcomes)  # none lost, none twice
+    events = read_events(run_dir / "events")
+    assert [(e["step"], e["reason"]) for e in _named(events, "verdict", "evaluation_skipped")] == [
+        (step, "cut") for step in skipped
+    ]
+    assert sorted(e.step for e in reduce_events(events).evaluations) == evaluated
 
 
 def _named(events: list[dict[str, Any]], kind: str, name: str) -> list[dict[str, Any]]:
