@@ -345,7 +345,8 @@ def _conditions(config: dict[str, Any], story: RunStory, hosts: HostNames) -> li
 
 def _metrics(story: RunStory) -> list[tuple[str, ...]]:
     rows = []
-    for name in sorted({n for s in story.steps for n in s.values}):
+    trained = {n for s in story.steps for n in s.values}
+    for name in sorted(trained | {n for e in story.evaluations for n in e.values}):
         values = [v for v in story.series(name)[1] if math.isfinite(v)]
         if values:
             numbers = (

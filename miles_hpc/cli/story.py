@@ -102,6 +102,7 @@ class Evaluation:
     version_share: float | None = None  # of the tokens: those that the evaluated weights sampled
     lag_steps: int | None = None  # steps done until the result was there
     duration_s: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict)  # its metrics by name (eval/...)
 
     @property
     def title(self) -> str:
@@ -234,7 +235,11 @@ class RunStory:
 
     def series(self, name: str, phase: str = "") -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, where it was recorded; both empty when it never was."""
-        found = [(s.step, s.values[name]) for s in self.steps if name in s.values and phase in ("", s.phase)]
+        if name.startswith("eval/"):
+            evaluated = sorted(self.evaluations, key=lambda e: e.step)
+            found = [(e.step, e.values[name]) for e in evaluated if name in e.values]
+        else:
+            found = [(s.step, s.values[name]) for s in self.steps if name in s.values and phase in ("", s.phase)]
         return [s for s, _ in found], [v for _, v in found]
 
     def evaluation(self, when: str) -> Evaluation | None:

@@ -59,6 +59,7 @@ class StoryReducer:
         self._starts: list[dict[str, Any]] = []
         self._ends: list[dict[str, Any]] = []
         self._evaluations: list[Evaluation] = []
+        self._evaluation_values: dict[int, tuple[float, dict[str, float]]] = {}  # step -> newest t, metrics
         self._verdicts: list[tuple[float, _Place, str, str, dict[str, Any]]] = []
         self._phases: list[tuple[float, str, int]] = []  # t, phase, first step
         self._processes: dict[tuple[str, _Place], _Process] = {}
@@ -99,9 +100,13 @@ class StoryReducer:
         step, values = _integer(event.get("step")), event.get("values")
         if step is None or not isinstance(values, dict):
             return
-        # What an evaluation tells comes when its step is long done; the note `evaluation` has it too.
-        trained = {name: value for name, value in _numbers(values).items() if not name.startswith("eval/")}
-        if trained or not values:
+        numbers = _numbers(values)
+        # What an evaluation tells comes when its step is long done, so it's no part of the step.
+        evaluated = {name: value for name, value in numbers.items() if name.startswith("eval/")}
+        if evaluated and t >= self._evaluation_values.get(step, (-math.inf,))[0]:
+            self._evaluation_values[step] = (t, evaluated)
+        if len(numbers) > len(evaluated) or not values:
+            trained = {name: value for name, value in numbers.items() if name not in evaluated}
             self._metrics.append((t, term, step, trained))
 
     def _add_span(self, record: _Process, name: str, event: Mapping[str, Any]) -> None:
@@ -135,7 +140,6 @@ class StoryReducer:
                 if mean is not None:
                     step, n = _integer(event.get("step")) or 0, _integer(event.get("n")) or 0
                     by_label = _numbers(event.get("by_label"))
-                    more = {key: _number(event.get(key)) for key in ("truncated_ratio", "version_share", "duration_s")}
                     self._evaluations.append(
                         Evaluation(
                             t,
@@ -146,8 +150,10 @@ class StoryReducer:
                             by_label,
                             n_samples=_integer(event.get("n_samples")) or 1,
                             pass_at={int(k): v for k, v in _numbers(event.get("pass_at")).items() if k.isdecimal()},
+                            truncated_ratio=_number(event.get("truncated_ratio")),
+                            version_share=_number(event.get("version_share")),
                             lag_steps=_integer(event.get("lag_steps")),
-                            **more,
+                            duration_s=_number(event.get("duration_s")),
                         )
                     )
             case "term":
@@ -275,7 +281,7 @@ class StoryReducer:
         newest: dict[int, Evaluation] = {}
         for e in sorted(self._evaluations, key=lambda e: (e.t, e.step, e.when, e.mean)):
             if not any(e.t < t and e.step > step for t, step in self._rewinds):
-                newest[e.step] = e
+                newest[e.step] = replace(e, values=self._evaluation_values.get(e.step, (0.0, {}))[1])
         return tuple(sorted(newest.values(), key=lambda e: (e.t, e.step)))
 
     def _idle(self, allocations: tuple[Allocation, ...], steps: tuple[TrainedStep, ...]) -> tuple[IdleShare, ...]:

@@ -78,8 +78,8 @@ class Evaluations:
     ) -> None:
         """`step` tells how many optimizer steps are done now.
 
-        `archive` keeps the trajectories of an evaluation and returns the bytes that they take. It runs in a thread, and
-        what it raises as OSError costs these trajectories and nothing else.
+        `archive` keeps the trajectories of an evaluation and returns the bytes that they take. It runs in a thread; a
+        failure (OSError, ValueError, MilesError but for FencedError) costs these trajectories and nothing else.
         """
         self._run = run
         self._term = term
@@ -185,13 +185,19 @@ class Evaluations:
 
     async def before_staging(self, step: int) -> None:
         """Call it before weights `step` are staged: the trainer then lets go of what engines may still be fetching."""
-        needed = self._set_aside and any(step - evaluated >= KEPT_VERSIONS for evaluated in self._under_way)
-        if not needed or self._fleet.pin_held:
+        if not self._set_aside or not any(step - evaluated >= KEPT_VERSIONS for evaluated in self._under_way):
+            return
+
+        def settled() -> bool:
+            lost = self._fleet.count(set_aside=True) == 0
+            return self._fleet.pin_held or lost or not self._under_way
+
+        if settled():
             return
         deadline = Deadline(self._run.control.call_deadline_s, "waiting for engines that are set aside to be synced")
         with self._events.span("wait_eval", step=step):
             try:
-                await self._members.wait(lambda: self._fleet.pin_held or not self._under_way, deadline)
+                await self._members.wait(settled, deadline)
             except DeadlineExpired as error:  # the evaluation ends with `weights_gone`; training goes on
                 self._events.verdict("eval_not_synced", evidence=str(error))
 
@@ -278,7 +284,9 @@ class Evaluations:
         self._outcome_known.add(result.step)
         try:
             n_bytes = await asyncio.to_thread(self._archive, version, groups)
-        except OSError as error:
+        except FencedError:
+            raise
+        except (OSError, ValueError, MilesError) as error:  # refused, gone, or not what was announced
             self._events.verdict("eval_not_archived", step=version.step, evidence=f"{type(error).__name__}: {error}")
         else:
             self._events.note("eval_archived", step=version.step, n_bytes=n_bytes)

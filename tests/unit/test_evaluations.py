@@ -289,6 +289,24 @@ def test_weights_that_engines_set_aside_still_fetch_are_not_taken_away(tmp_path:
     play(tmp_path, scene, host, settings=SET_ASIDE)
 
 
+def test_training_does_not_wait_for_engines_that_are_lost(tmp_path: Path) -> None:
+    host = FakeHost("h", 2, n_set_aside=1)
+
+    async def scene(s: Stage) -> None:
+        host.syncs = lambda engine, version: engine == "h-e0"
+        await s.weights(2)
+        await s.evaluations.begin()
+        del host.versions["h-e1"]
+        s.fleet.update("h", host.status())
+        async with asyncio.timeout(3):
+            await s.weights(3)
+            await s.weights(4)
+        await s.evaluations.settle()
+        assert s.skipped() == [(2, "weights_gone")]
+
+    play(tmp_path, scene, host, settings=SET_ASIDE)
+
+
 def test_an_evaluation_whose_weights_are_gone_is_skipped(tmp_path: Path) -> None:
     host = FakeHost("h", 2, n_set_aside=1)
 

@@ -62,6 +62,8 @@ def test_evaluations_make_one_curve_over_what_lasted(story: RunStory) -> None:
     assert story.evaluations[3].title == "at step 36" and story.evaluations[3].size == "24 prompts × 4 episodes"
     assert sorted(story.evaluations[3].pass_at) == [1, 2, 4]
     assert not [name for s in story.steps for name in s.values if name.startswith("eval/")]
+    steps, values = story.series("eval/shell")
+    assert steps == [12, 20, 28, 36, 44, 52] and values == [e.mean for e in story.evaluations]
 
 
 def test_an_evaluation_that_was_told_twice_counts_once_and_one_that_was_undone_not_at_all() -> None:
