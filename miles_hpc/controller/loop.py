@@ -33,7 +33,7 @@ from miles_hpc.controller.durable import NO_SPACE, DurableJournal
 from miles_hpc.controller.engines import EngineFleet
 from miles_hpc.controller.evaluation import Evaluations
 from miles_hpc.controller.members import Members
-from miles_hpc.controller.recovery import StartPlan, payload_present
+from miles_hpc.controller.recovery import StartPlan, fresh_groups
 from miles_hpc.controller.saving import Checkpoints
 from miles_hpc.controller.schedule import sft_batch
 from miles_hpc.controller.trainer_calls import TrainerLost, TrainerWorld
@@ -51,6 +51,7 @@ from miles_hpc.core.messages import (
     Message,
     RestartHost,
     RestartRole,
+    SaveCheckpoint,
 )
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
@@ -136,12 +137,7 @@ class TermLoop:
             term=self._term,
             forks=plan.forks,
         )
-        fresh = [
-            g
-            for g in plan.owned
-            if self._buffer.staleness(g, plan.step) <= rollout.max_weight_staleness and payload_present(paths, g)
-        ]
-        self._taken_over = tuple(fresh[: self._buffer.max_admitted])
+        self._taken_over = fresh_groups(plan, paths, self._buffer)
         self._source = PromptSource.resumed(plan.next_group_id, plan.pending, [g.group_id for g in self._taken_over])
         self._dispatch = Dispatcher(run, self._fleet, self._members, self._buffer, self._source, self._journal, events)
         self._evaluations = Evaluations(
@@ -331,27 +327,25 @@ class TermLoop:
     async def _save(self, *, wait: bool) -> None:
         """Start a checkpoint of the current step; with `wait` return when its manifest is published."""
         deadline_s = self._run.control.call_deadline_s
-        with self._events.span("save", step=self._step):
-            await self._checkpoints.settle(Deadline(deadline_s, "waiting for the save before this one"))
-            saved = (self._checkpoints.newest_step, self._checkpoints.newest_evaluations)
-            if saved[0] == self._step:
-                if saved[1] != self._evaluations.count:
-                    await self._checkpoints.amend(self._evaluations.count)
-                return
-            while not self._journal.idle:  # what the manifest says of groups belongs to one journal position
-                await self._journal.flush()
-            taken_over = [] if self._adopted else [g.group_id for g in self._taken_over]
-            pending = sorted({*self._buffer.pending_ids(self._step), *self._source.state.pending, *taken_over})
-            message = self._checkpoints.begin(
-                self._step,
-                next_group_id=self._source.next_group_id,
-                pending=tuple(pending),
-                evaluations=self._evaluations.count,
-                deadline_s=deadline_s,
-            )
+
+        async def send(message: SaveCheckpoint) -> None:
             await self._trainer.call(message, Ack, deadline_s=deadline_s)
-            if wait:
-                await self._checkpoints.settle(Deadline(deadline_s, f"waiting for checkpoint {message.folder}"))
+
+        with self._events.span("save", step=self._step):
+            await self._checkpoints.save(
+                self._step,
+                groups=self._groups_at_stake,
+                evaluations=self._evaluations.count,
+                send=send,
+                deadline_s=deadline_s,
+                wait=wait,
+            )
+
+    def _groups_at_stake(self) -> tuple[int, tuple[int, ...]]:
+        """The next group id, and the ids below it that no step up to the current one has trained or ended."""
+        taken_over = [] if self._adopted else [g.group_id for g in self._taken_over]
+        pending = {*self._buffer.pending_ids(self._step), *self._source.state.pending, *taken_over}
+        return self._source.next_group_id, tuple(sorted(pending))
 
     async def _check_allocation(self) -> None:
         """Drain, save and raise AllocationEnds when one more step and a save don't fit, or when told to."""

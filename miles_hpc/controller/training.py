@@ -50,7 +50,7 @@ class Training:
         events: EventLog,
         look: Callable[[], Awaitable[None]],
     ) -> None:
-        """`look` looks after the allocation and raises when the term has to end; it is called while a batch is awaited."""
+        """`look` looks after the allocation while a batch is awaited, and raises when the term has to end."""
         self._run = run
         self._term = term
         self._trainer = trainer
@@ -85,7 +85,7 @@ class Training:
         self._tell(outcome, {"train/lr": lr}, started)
 
     async def rl_step(self) -> None:
-        """Wait for a batch, train it, publish the weights. Raises DeadlineExpired without a batch, and as `sft_step`."""
+        """Wait for a batch, train it, publish the weights. Raises as `sft_step`; DeadlineExpired without a batch."""
         step, started = self.step + 1, time.monotonic()
         with self._events.span("wait_batch", step=step):
             batch = await self._next_batch()
