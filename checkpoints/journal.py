@@ -35,6 +35,8 @@ __all__ = [
     "CheckpointPublished",
     "Entry",
     "Evaluated",
+    "EvaluationBegun",
+    "EvaluationSkipped",
     "GroupDropped",
     "GroupOwned",
     "GroupSetAside",
@@ -136,12 +138,39 @@ class CheckpointPublished(Record, frozen=True, kw_only=True):
 
 
 class Evaluated(Record, frozen=True, kw_only=True):
-    """`n` held-out episodes under the weights after `step`: mean reward, over all and by label."""
+    """`n` held-out prompts under the weights after `step`: mean reward, over all trajectories and by label.
+
+    `version` (term, step) names those weights. Where engines are shared with training, tokens may be from newer ones:
+    `oldest` and `newest` are those of any token, `version_share` is the share of tokens that `version` sampled.
+    """
 
     step: int
     n: int
     mean: float
     by_label: dict[str, float] = {}
+    when: str = ""  # before | during | after | sft_only; "" in journals that don't say it
+    n_samples: int = 1  # trajectories of each prompt
+    pass_at: dict[int, float] = {}  # k -> pass@k
+    truncated_ratio: float = 0.0
+    version: tuple[int, int] | None = None
+    oldest: tuple[int, int] | None = None
+    newest: tuple[int, int] | None = None
+    version_share: float | None = None
+    lag_steps: int = 0  # steps done after `step` until the result was there
+    duration_s: float = 0.0
+
+
+class EvaluationBegun(Record, frozen=True, kw_only=True):
+    """An evaluation of the weights after `step` begins beside training; its outcome follows, unless the run is cut."""
+
+    step: int
+
+
+class EvaluationSkipped(Record, frozen=True, kw_only=True):
+    """The evaluation that was due after `step` won't be done; `reason` is one of a few words."""
+
+    step: int
+    reason: str
 
 
 class RunCompleted(Record, frozen=True, kw_only=True):
@@ -159,6 +188,8 @@ AnyRecord = (
     | StepDone
     | CheckpointPublished
     | Evaluated
+    | EvaluationBegun
+    | EvaluationSkipped
     | RunCompleted
 )
 

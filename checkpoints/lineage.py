@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 from checkpoints.journal import (
     BatchFormed,
+    Evaluated,
+    EvaluationBegun,
+    EvaluationSkipped,
     GroupDropped,
     GroupOwned,
     GroupSetAside,
@@ -35,6 +38,7 @@ __all__ = [
     "TermAccount",
     "account",
     "collectable_payloads",
+    "evaluations",
     "final_lineage",
     "fork_steps",
     "reusable_groups",
@@ -206,6 +210,25 @@ def reusable_groups(journals: Mapping[int, JournalRead], counted: Account) -> di
             if isinstance(record, GroupOwned) and record.group_id not in ended:
                 found[record.group_id] = record
     return found
+
+
+def evaluations(
+    journals: Mapping[int, JournalRead], forks: Mapping[int, int]
+) -> dict[int, Evaluated | EvaluationSkipped | EvaluationBegun]:
+    """What is on record for evaluations of the lineage, by step: the result, else its being skipped, else its begin.
+
+    `forks` is what `fork_steps` says. A record counts when its step's weights are on the lineage, also when it was
+    written after the manifest: it changed nothing that a restart undoes.
+    """
+    kinds = (EvaluationBegun, EvaluationSkipped, Evaluated)
+    found: dict[int, Evaluated | EvaluationSkipped | EvaluationBegun] = {}
+    for term in sorted(journals):
+        for record in journals[term].records():
+            if isinstance(record, kinds) and record.step <= forks.get(term, 0):
+                before = found.get(record.step)
+                if before is None or kinds.index(type(record)) >= kinds.index(type(before)):
+                    found[record.step] = record
+    return dict(sorted(found.items()))
 
 
 def collectable_payloads(journals: Mapping[int, JournalRead], counted: Account) -> tuple[str, ...]:

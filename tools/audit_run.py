@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.journal import Evaluated, GroupOwned, JournalCorrupt, JournalRead, read_journals
+from checkpoints.journal import Evaluated, EvaluationSkipped, GroupOwned, JournalCorrupt, JournalRead, read_journals
 from checkpoints.lineage import Account, account, reusable_groups
 from checkpoints.manifest import CheckpointFolder, list_checkpoints
 from checkpoints.verify import verify_checkpoint, verify_payload
@@ -43,6 +43,7 @@ class Audit:
     checkpoints: tuple[CheckpointFolder, ...]
     payloads: Payloads
     evaluations: tuple[Evaluated, ...]
+    skipped: tuple[EvaluationSkipped, ...]
     problems: tuple[str, ...]  # with files on storage
 
     def as_json(self) -> dict[str, Any]:
@@ -72,6 +73,7 @@ class Audit:
             ],
             "payloads": {"present": self.payloads.present, "collected": self.payloads.collected},
             "evaluations": [{"step": e.step, "n": e.n, "mean": e.mean} for e in self.evaluations],
+            "evaluations_skipped": [{"step": e.step, "reason": e.reason} for e in self.skipped],
             "problems": list(self.problems),
         }
 
@@ -99,6 +101,7 @@ def audit(run_dir: Path) -> Audit:
         checkpoints=checkpoints,
         payloads=payloads,
         evaluations=tuple(r for j in journals.values() for r in j.records() if isinstance(r, Evaluated)),
+        skipped=tuple(r for j in journals.values() for r in j.records() if isinstance(r, EvaluationSkipped)),
         problems=tuple(problems),
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.publish import publish_bytes
+from miles_hpc.cli.report_evaluations import evaluations_table, kinds_table, signed
 from miles_hpc.cli.story import FAULTS, Allocation, RunStory
 from miles_hpc.cli.story_reducer import reduce_events
 from miles_hpc.cli.watch import EventTail
@@ -42,6 +43,17 @@ _CAPTIONS = {
 
 _TIMELINE_ROWS = 200
 
+#: Values that say nothing when they are 0.
+_NONE_IF_0 = frozenset(
+    {
+        "groups.trainer.gpus_per_node",
+        "groups.rollout.gpus_per_node",
+        "eval.n_episodes",
+        "eval.interval",
+        "eval.engines_per_host",
+    }
+)
+
 # (label, path in resolved.toml); an absent or empty value leaves the line out
 _CONDITIONS = (
     ("site", "site"),
@@ -65,6 +77,9 @@ _CONDITIONS = (
     ("groups per step", "rollout.rollout_batch_size"),
     ("trajectories per group", "rollout.n_samples_per_prompt"),
     ("staleness bound, steps", "rollout.max_weight_staleness"),
+    ("held-out prompts", "eval.n_episodes"),
+    ("steps between evaluations", "eval.interval"),
+    ("engines per node for evaluations only", "eval.engines_per_host"),
     ("routing replay", "rollout.routing_replay"),
     ("advantage estimator", "train.advantage_estimator"),
     ("learning rate", "train.lr"),
@@ -123,7 +138,8 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
         "missing": missing,
         "wide": wide,
         "figures": figures,
-        **_kinds(story),
+        **kinds_table(story),
+        **evaluations_table(story),
         "allocations": _allocations(story, hosts),
         "timeline": _timeline(story, hosts),
         "conditions": _conditions(config, story, hosts),
@@ -205,10 +221,6 @@ def _summary(story: RunStory) -> str:
     return f"Started {started} UTC{nodes}; {duration(story.wall_s)}{over}."
 
 
-def _signed(value: float) -> str:
-    return f"{value:.2f}".replace("-", "−")
-
-
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
@@ -217,14 +229,14 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
     cards = []
     before, after = story.evaluation("before") or story.evaluation("sft_only"), story.evaluation("after")
     if before is not None or after is not None:
-        value = " → ".join("?" if e is None else _signed(e.mean) for e in (before, after))
-        n = sorted({e.n for e in (before, after) if e is not None})
+        value = " → ".join("?" if e is None else signed(e.mean) for e in (before, after))
+        n = sorted({e.n * e.n_samples for e in (before, after) if e is not None})
         detail = f"mean of {' and '.join(map(str, n))} held-out episodes, before → after RL"
         cards.append({"label": "Reward", "value": value, "detail": detail})
     else:
         _, values = story.series("rollout/raw_reward")
         ends = (values[:5], values[-5:]) if values else ()
-        shown = " → ".join(_signed(statistics.fmean(part)) for part in ends) or "none yet"
+        shown = " → ".join(signed(statistics.fmean(part)) for part in ends) or "none yet"
         detail = "first → last five steps of training; not evaluated" if values else "no RL step was finished"
         cards.append({"label": "Reward", "value": shown, "detail": detail})
     total = story.total_steps
@@ -248,31 +260,6 @@ def _cards(story: RunStory, audit: dict[str, int]) -> list[dict[str, str]]:
         detail = f"{_count(redone, 'step')} undone" if redone else "no step undone"
         cards.append({"label": "Processes lost", "value": str(losses), "detail": detail})
     return cards
-
-
-def _kinds(story: RunStory) -> dict[str, Any]:
-    found = {w: e for w in ("before", "sft_only", "after") if (e := story.evaluation(w)) is not None}
-    labels = sorted({label for e in found.values() for label in e.by_label})
-    bars = "before" in found and "after" in found
-    rows = []
-    for label in [*labels, None] if found else []:
-        values = {w: e.mean if label is None else e.by_label.get(label) for w, e in found.items()}
-        row: dict[str, Any] = {"label": label or "all", "total": label is None, "change": "", "bar": None}
-        row["cells"] = ["" if v is None else _signed(v) for v in values.values()]
-        b, a = values.get("before"), values.get("after")
-        if a is not None and b is not None:
-            row["change"] = f"{a - b:+.2f}".replace("-", "−")
-            if 0 <= a <= 1 and 0 <= b <= 1:
-                row["bar"] = {"before": round(100 * b, 1), "after": round(100 * a, 1)}
-        rows.append(row)
-    sizes = "; ".join(f"{w.replace('_', ' ')}: {e.n} episodes after step {e.step}" for w, e in found.items())
-    return {
-        "kinds": rows,
-        "whens": [w.replace("_", " ") for w in found],
-        "kinds_change": bars,
-        "kinds_bars": any(row["bar"] for row in rows),
-        "kinds_caption": f"Mean reward of held-out episodes ({sizes}).",
-    }
 
 
 def _nodes(allocation: Allocation) -> str:
@@ -308,7 +295,7 @@ def _timeline(story: RunStory, hosts: HostNames) -> list[dict[str, Any]]:
         if a.end is not None:
             rows.append((a.end, a.failed, f"Allocation {a.attempt} ends: {a.outcome}{': ' * bool(a.reason)}{a.reason}"))
     for e in story.evaluations:
-        rows.append((e.t, False, f"Evaluation {e.when.replace('_', ' ')}: {e.mean:.2f} over {e.n} episodes"))
+        rows.append((e.t, False, f"Evaluation {e.title}: {e.mean:.2f} over {e.size}"))
     if story.complete_t is not None:
         rows.append((story.complete_t, False, "Run complete"))
     rows += [(t, name in FAULTS, text) for t, name, text in story.told()]
@@ -337,7 +324,7 @@ def _conditions(config: dict[str, Any], story: RunStory, hosts: HostNames) -> li
     rows = []
     for label, path in _CONDITIONS:
         value = _at(config, path)
-        if value is None or value == "" or value == {} or (label.endswith("GPUs per node") and value == 0):
+        if value is None or value == "" or value == {} or (path in _NONE_IF_0 and value == 0):
             continue
         if isinstance(value, bool):
             text = "on" if value else "off"
@@ -358,7 +345,8 @@ def _conditions(config: dict[str, Any], story: RunStory, hosts: HostNames) -> li
 
 def _metrics(story: RunStory) -> list[tuple[str, ...]]:
     rows = []
-    for name in sorted({n for s in story.steps for n in s.values}):
+    trained = {n for s in story.steps for n in s.values}
+    for name in sorted(trained | {n for e in story.evaluations for n in e.values}):
         values = [v for v in story.series(name)[1] if math.isfinite(v)]
         if values:
             numbers = (

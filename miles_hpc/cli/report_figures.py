@@ -29,8 +29,8 @@ from miles_hpc.cli.report_axes import (
     range_of,
     smooth,
     step_axis,
-    width_of,
 )
+from miles_hpc.cli.report_reward import draw_reward
 from miles_hpc.cli.story import ROLES, RunStory
 from miles_hpc.cli.wording import duration
 
@@ -104,42 +104,6 @@ def _has(*names: str) -> Callable[[RunStory], bool]:
 
 
 # ------------------------------------------------------------------------------------------------ panels
-
-
-def _reward(axes: Axes, story: RunStory, cap: int | None) -> None:
-    steps, values = story.series("rollout/raw_reward")
-    evaluations = [e for w in ("before", "sft_only", "after") if (e := story.evaluation(w)) is not None]
-    around = [*steps, *(e.step for e in evaluations)]
-    first, last = min(around), max(around)
-    if steps:
-        style: dict[str, Any] = {"marker": "." if len(steps) <= 150 else "", "markersize": 4, "linewidth": 0.8}
-        axes.plot(steps, values, color=SKY, label="batch mean", **style)
-        axes.plot(steps, smooth(values), color=BLUE, linewidth=2.4, label="smoothed")
-    everything = [v for v in [*values, *(e.mean for e in evaluations)] if math.isfinite(v)]
-    if everything and min(everything) >= 0 and max(everything) <= 1:
-        axes.set_ylim(0, 1.06)
-    if evaluations:
-        style = {"marker": "D", "linestyle": "none", "markersize": 8, "zorder": 6}
-        at = [e.step for e in evaluations], [e.mean for e in evaluations]
-        axes.plot(*at, color=INK, markeredgecolor="white", label="evaluation", **style)
-    for e in evaluations:
-        right = e.step > (first + last) / 2
-        axes.annotate(
-            f"{e.when.replace('_', ' ')}\n{e.mean:.2f}",
-            (e.step, e.mean),
-            xytext=(9 if right else -9, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontweight="bold",
-            color=INK,
-        )
-    axes.set_ylabel("reward")
-    step_axis(axes, story, first, last)
-    if evaluations:
-        margin = (last - first + 1) * 0.75 / (width_of(axes) - 1.8)  # room for labels
-        axes.set_xlim(first - margin, last + margin)
-    legend(axes)
 
 
 def _kinds(axes: Axes, story: RunStory, cap: int | None) -> None:
@@ -360,7 +324,7 @@ PANELS: tuple[Panel, ...] = (
         "reward",
         "Reward per step",
         lambda s: bool(s.series("rollout/raw_reward")[0] or s.evaluations),
-        _reward,
+        draw_reward,
         "reward (no RL step and no evaluation yet)",
         wide=True,
     ),

@@ -110,9 +110,9 @@ def _event_rows(story: RunStory, run: RunConfig) -> list[tuple[str, str]]:
         last = story.steps[-1]
         reward = last.values.get("rollout/raw_reward")
         rows = [("step", f"{last.step} of {total}" + (f", batch reward {reward:.3f}" if reward is not None else ""))]
-    for evaluation in story.evaluations:
-        what = f"{evaluation.mean:.3f} {evaluation.when} RL, over {evaluation.n} episodes"
-        rows.append(("held-out", what))
+    for evaluation in story.evaluations[:1] + story.evaluations[1:][-3:]:
+        title = evaluation.title if evaluation.when == "during" else f"{evaluation.when} RL"
+        rows.append(("held-out", f"{evaluation.mean:.3f} {title}, over {evaluation.size}"))
     if story.trained_groups is not None and story.groups_asked is not None:
         rows.append(("trained", f"{story.trained_groups} of {story.groups_asked} groups"))
     told = [v for v in story.verdicts if v.name not in _ROUTINE]
@@ -157,7 +157,17 @@ def _facts(run: RunConfig, site: SiteConfig, paths: RunPaths, story: RunStory, s
         "step": story.current_step,
         "steps": run.sft.steps + run.rollout.n_steps,
         "trained_groups": story.trained_groups,
-        "evaluations": [{"when": e.when, "step": e.step, "mean": e.mean, "n": e.n} for e in story.evaluations],
+        "evaluations": [
+            {
+                "when": e.when,
+                "step": e.step,
+                "mean": e.mean,
+                "n": e.n,
+                "n_samples": e.n_samples,
+                "pass_at": {str(k): value for k, value in e.pass_at.items()},
+            }
+            for e in story.evaluations
+        ],
     }
 
 

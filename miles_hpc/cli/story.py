@@ -88,14 +88,31 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean reward of `n` held-out episodes."""
+    """Mean reward over `n` held-out prompts, and what else was told of them."""
 
     t: float
     step: int
-    when: str  # before | after | sft_only
+    when: str  # before | during | after | sft_only
     n: int
     mean: float
     by_label: Mapping[str, float]
+    n_samples: int = 1  # episodes of each prompt
+    pass_at: Mapping[int, float] = field(default_factory=dict)  # k -> pass@k
+    truncated_ratio: float | None = None
+    version_share: float | None = None  # of the tokens: those that the evaluated weights sampled
+    lag_steps: int | None = None  # steps done until the result was there
+    duration_s: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict)  # its metrics by name (eval/...)
+
+    @property
+    def title(self) -> str:
+        """When it was, in words."""
+        return f"at step {self.step}" if self.when == "during" else self.when.replace("_", " ")
+
+    @property
+    def size(self) -> str:
+        """How many episodes it had, in words."""
+        return f"{self.n} episodes" if self.n_samples == 1 else f"{self.n} prompts × {self.n_samples} episodes"
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,10 @@ class Verdict:
                 words = f"went back to step {f.get('to_step', '?')}{evidence}"
             case "dropped":
                 words = f"dropped group {f.get('group_id', '?')}: {f.get('reason', 'no reason given')}"
+            case "evaluation_skipped":
+                words = (
+                    f"evaluation at step {f.get('step', '?')} skipped ({f.get('reason', 'no reason given')}){evidence}"
+                )
             case "engine_synced":
                 version = f.get("version", "")
                 words = f"weights {version} verified on {who}" if version else f"weights verified on {who}"
@@ -170,7 +191,7 @@ class RunStory:
     steps: tuple[TrainedStep, ...]  # final lineage, ascending
     superseded: tuple[TrainedStep, ...]  # trained, then undone by going back
     allocations: tuple[Allocation, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[Evaluation, ...]  # of the final lineage, one of each step, in order of time
     verdicts: tuple[Verdict, ...]
     idle: tuple[IdleShare, ...]
     peers: tuple[Peer, ...]
@@ -214,7 +235,11 @@ class RunStory:
 
     def series(self, name: str, phase: str = "") -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, where it was recorded; both empty when it never was."""
-        found = [(s.step, s.values[name]) for s in self.steps if name in s.values and phase in ("", s.phase)]
+        if name.startswith("eval/"):
+            evaluated = sorted(self.evaluations, key=lambda e: e.step)
+            found = [(e.step, e.values[name]) for e in evaluated if name in e.values]
+        else:
+            found = [(s.step, s.values[name]) for s in self.steps if name in s.values and phase in ("", s.phase)]
         return [s for s, _ in found], [v for _, v in found]
 
     def evaluation(self, when: str) -> Evaluation | None:

@@ -59,6 +59,7 @@ class StoryReducer:
         self._starts: list[dict[str, Any]] = []
         self._ends: list[dict[str, Any]] = []
         self._evaluations: list[Evaluation] = []
+        self._evaluation_values: dict[int, tuple[float, dict[str, float]]] = {}  # step -> newest t, metrics
         self._verdicts: list[tuple[float, _Place, str, str, dict[str, Any]]] = []
         self._phases: list[tuple[float, str, int]] = []  # t, phase, first step
         self._processes: dict[tuple[str, _Place], _Process] = {}
@@ -99,7 +100,14 @@ class StoryReducer:
         step, values = _integer(event.get("step")), event.get("values")
         if step is None or not isinstance(values, dict):
             return
-        self._metrics.append((t, term, step, _numbers(values)))
+        numbers = _numbers(values)
+        # What an evaluation tells comes when its step is long done, so it's no part of the step.
+        evaluated = {name: value for name, value in numbers.items() if name.startswith("eval/")}
+        if evaluated and t >= self._evaluation_values.get(step, (-math.inf,))[0]:
+            self._evaluation_values[step] = (t, evaluated)
+        if len(numbers) > len(evaluated) or not values:
+            trained = {name: value for name, value in numbers.items() if name not in evaluated}
+            self._metrics.append((t, term, step, trained))
 
     def _add_span(self, record: _Process, name: str, event: Mapping[str, Any]) -> None:
         start, end = _number(event.get("start")), _number(event.get("end"))
@@ -132,7 +140,22 @@ class StoryReducer:
                 if mean is not None:
                     step, n = _integer(event.get("step")) or 0, _integer(event.get("n")) or 0
                     by_label = _numbers(event.get("by_label"))
-                    self._evaluations.append(Evaluation(t, step, str(event.get("when", "")), n, mean, by_label))
+                    self._evaluations.append(
+                        Evaluation(
+                            t,
+                            step,
+                            str(event.get("when", "")),
+                            n,
+                            mean,
+                            by_label,
+                            n_samples=_integer(event.get("n_samples")) or 1,
+                            pass_at={int(k): v for k, v in _numbers(event.get("pass_at")).items() if k.isdecimal()},
+                            truncated_ratio=_number(event.get("truncated_ratio")),
+                            version_share=_number(event.get("version_share")),
+                            lag_steps=_integer(event.get("lag_steps")),
+                            duration_s=_number(event.get("duration_s")),
+                        )
+                    )
             case "term":
                 base = _integer(event.get("base_step"))
                 if base is not None or event.get("base_step", 0) is None:
@@ -174,7 +197,7 @@ class StoryReducer:
             steps=steps,
             superseded=superseded,
             allocations=allocations,
-            evaluations=tuple(sorted(self._evaluations, key=lambda e: (e.t, e.step, e.when, e.mean))),
+            evaluations=self._lasting_evaluations(),
             verdicts=tuple(verdicts),
             idle=self._idle(allocations, steps + superseded),
             peers=self._peers(allocations, verdicts),
@@ -252,6 +275,14 @@ class StoryReducer:
             tuple(kept[s] for s in sorted(kept)),
             tuple(sorted(undone, key=lambda s: (s.step, s.t, s.term))),
         )
+
+    def _lasting_evaluations(self) -> tuple[Evaluation, ...]:
+        """Those of weights that weren't undone later; of one that was told again, the newest."""
+        newest: dict[int, Evaluation] = {}
+        for e in sorted(self._evaluations, key=lambda e: (e.t, e.step, e.when, e.mean)):
+            if not any(e.t < t and e.step > step for t, step in self._rewinds):
+                newest[e.step] = replace(e, values=self._evaluation_values.get(e.step, (0.0, {}))[1])
+        return tuple(sorted(newest.values(), key=lambda e: (e.t, e.step)))
 
     def _idle(self, allocations: tuple[Allocation, ...], steps: tuple[TrainedStep, ...]) -> tuple[IdleShare, ...]:
         shares = []

@@ -100,7 +100,7 @@ class PlainLines(View):
             self._line(f"allocation {a.attempt} starts" + (f" on {nodes} nodes" if nodes else ""))
         self._allocations = len(story.allocations)
         for e in story.evaluations[self._evaluations :]:
-            self._line(f"evaluation {e.when.replace('_', ' ')}: reward {e.mean:.3f} over {e.n} episodes")
+            self._line(f"evaluation {e.title}: reward {e.mean:.3f} over {e.size}")
         self._evaluations = len(story.evaluations)
         self._verdict_lines(story)
         step = story.steps[-1] if story.steps else None
@@ -140,6 +140,8 @@ class PlainLines(View):
         joined = [v.peer for v in new if v.name == "joined"]
         if joined:
             self._line(f"joined: {', '.join(joined[:12])}" + (f" and {len(joined) - 12} more" if joined[12:] else ""))
+        for v in [v for v in new if v.name == "evaluation_skipped"][-3:]:
+            self._line(v.text)
         dropped = [v for v in new if v.name == "dropped"]
         if dropped:
             more = f"; and {len(dropped) - 1} more" if len(dropped) > 1 else ""
@@ -153,7 +155,7 @@ class PlainLines(View):
         if story.steps:
             self._line(_step_line(story, story.steps[-1]))
         for e in story.evaluations[-2:]:
-            self._line(f"evaluation {e.when.replace('_', ' ')}: reward {e.mean:.3f} over {e.n} episodes")
+            self._line(f"evaluation {e.title}: reward {e.mean:.3f} over {e.size}")
         for _, _, text in story.told()[-5:]:
             self._line(text)
         waiting = _waiting(story, verdict)
@@ -310,8 +312,8 @@ def _reward(story: RunStory, width: int) -> list[RenderableType]:
         lines.append(line)
     if story.evaluations:
         line = _text("held out ", "bold")
-        told = [e for w in ("before", "sft_only", "after") if (e := story.evaluation(w)) is not None]
-        line.append("   ".join(f"{e.when.replace('_', ' ')} {e.mean:.3f} (n={e.n})" for e in told))
+        told = [e for w in ("before", "sft_only", "during", "after") if (e := story.evaluation(w)) is not None]
+        line.append("   ".join(f"{e.title} {e.mean:.3f} (n={e.n})" for e in told))
         lines.append(line)
     return lines
 

@@ -1,15 +1,16 @@
-"""Behind a published manifest: archive what was trained, then remove what no restart can need any more.
+"""Archiving, and then removing what no restart can need any more.
 
     trained since the last time ─▶ archive/v<step>.t<term>.h5 ─▶ their payload files and routed experts go
+    an evaluation that is over  ─▶ archive/eval.v<step>.t<term>.h5 ─▶ its payload files go
 
-Runs in a thread after each save. What a restart from the newest manifest would take over stays; a restart from an older
-one samples again what it can't find (`recovery`).
+Runs in a thread; what was trained is archived after each save, behind the published manifest. What a restart from the
+newest manifest would take over stays; a restart from an older one samples again what it can't find (`recovery`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,11 +19,11 @@ from checkpoints.journal import GroupOwned, JournalRead, read_journals
 from checkpoints.lineage import account, collectable_payloads
 from checkpoints.manifest import Manifest
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.types import TrajectoryGroup, WeightVersion
+from miles_hpc.core.types import GroupSummary, TrajectoryGroup, WeightVersion
 from miles_hpc.dataflow.archive import archive_name, write_archive
 from miles_hpc.routing.store import collect
 
-__all__ = ["clean_behind"]
+__all__ = ["archive_evaluation", "clean_behind"]
 
 
 def clean_behind(
@@ -44,6 +45,22 @@ def clean_behind(
         (paths.root / path).unlink(missing_ok=True)
     stores = collect(paths.root, manifest.step - max_staleness, live_stores)
     return len(present), len(stores)
+
+
+def archive_evaluation(
+    paths: RunPaths, version: WeightVersion, groups: Sequence[GroupSummary], *, fence: Callable[[], None]
+) -> int:
+    """Archive the groups of one evaluation of `version` and remove their payload files; returns the archive's bytes.
+
+    Raises FileExistsError when there is one of this version, OSError, and what `fence` raises.
+    """
+    fence()
+    files = [paths.root / group.payload.path for group in groups]
+    n_bytes = write_archive(paths.archive / f"eval.{archive_name(version)}", [_read(file) for file in files])
+    fence()
+    for file in files:
+        file.unlink(missing_ok=True)
+    return n_bytes
 
 
 def _archive(

@@ -1,25 +1,34 @@
-"""Bringing every engine to the newest weight version, each at its own pace.
+"""Bringing every engine to the weight version that is wanted of it, each at its own pace.
 
     wanted version ──▶ one task per engine: SyncWeights ─▶ digests equal? ─▶ probe ─▶ (newer wanted? again)
 
+| engines | are brought to |
+|---|---|
+| for training | the newest version, by `want` |
+| set aside for evaluations | the version that `pin` was called for, and no other until its next call |
+
 There is no barrier over engines: a slow or dead one holds up nobody. A version that was overtaken while an engine was
-busy is skipped. An engine counts as holding a version only after its digests equal the trainer's.
+busy is skipped. An engine counts as holding a version only after its digests equal the trainer's. What asks for engines
+means those for training unless it says `set_aside`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from miles_hpc.core.errors import IntegrityError, MilesError
+from miles_hpc.core.errors import IntegrityError, MilesError, ProtocolError
 from miles_hpc.core.messages import EngineStatus, ScoreTokens, SyncWeights, WeightsStaged, WeightsSynced
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Endpoint
 from miles_hpc.core.types import WeightVersion
+from miles_hpc.weights.broadcast import KEPT_VERSIONS
 
 __all__ = ["EngineFleet", "Probe", "SyncRecord"]
 
@@ -41,6 +50,18 @@ class SyncRecord:
     total_s: float
     paused_s: float
     probe_abs_diff_mean: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """A version that engines can be brought to."""
+
+    staged: WeightsStaged
+    probe: Probe | None
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.staged.version
 
 
 @dataclass
@@ -67,7 +88,8 @@ class EngineFleet:
         self._deadline_s = deadline_s
         self._changed = changed
         self._engines: dict[str, _Engine] = {}
-        self._wanted: tuple[WeightsStaged, Probe | None] | None = None
+        self._staged: deque[_Target] = deque(maxlen=KEPT_VERSIONS)  # what the trainer still serves, oldest first
+        self._pinned: _Target | None = None
         self._records: list[SyncRecord] = []
 
     # ------------------------------------------------------------------------------------------ roster
@@ -97,61 +119,96 @@ class EngineFleet:
             engine.task.cancel()
         self._changed()
 
-    def serving(self, version: WeightVersion | None = None) -> list[str]:
-        """Engines that hold `version` (any version when None), sorted."""
-        held = (n for n, e in self._engines.items() if e.status.version is not None)
-        return sorted(n for n in held if version is None or self._engines[n].status.version == version)
+    def _pool(self, set_aside: bool) -> Iterator[tuple[str, _Engine]]:
+        return ((name, e) for name, e in self._engines.items() if e.status.set_aside is set_aside)
 
-    def slots(self, host: str, *, serving: bool = True) -> int:
-        """Generation slots of a host's engines; with `serving` only of those that hold a version."""
-        mine = (e.status for e in self._engines.values() if e.host == host)
+    def serving(self, version: WeightVersion | None = None, *, set_aside: bool = False) -> list[str]:
+        """Engines that hold `version` (any version when None), sorted."""
+        held = [(name, e.status.version) for name, e in self._pool(set_aside) if e.status.version is not None]
+        return sorted(name for name, v in held if version is None or v == version)
+
+    def slots(
+        self, host: str, *, serving: bool = True, set_aside: bool = False, at_least: WeightVersion | None = None
+    ) -> int:
+        """Generation slots of a host's engines.
+
+        With `serving` only of those that hold a version, with `at_least` of those that hold it or a newer one.
+        """
+        mine = [e.status for _, e in self._pool(set_aside) if e.host == host]
+        if at_least is not None:
+            mine = [s for s in mine if s.version is not None and s.version >= at_least]
         return sum(s.slots for s in mine if s.version is not None or not serving)
 
     def oldest_step(self) -> int | None:
-        """Step of the oldest weights that an engine of this term's fleet serves; None when none serves."""
-        steps = [e.status.version.step for e in self._engines.values() if e.status.version is not None]
+        """Step of the oldest weights that an engine for training serves; None when none serves."""
+        steps = [e.status.version.step for _, e in self._pool(False) if e.status.version is not None]
         return min(steps, default=None)
+
+    def count(self, *, set_aside: bool = False) -> int:
+        """How many engines there are."""
+        return sum(1 for _ in self._pool(set_aside))
 
     def take_records(self) -> list[SyncRecord]:
         """The syncs since the last call."""
         taken, self._records = self._records, []
         return taken
 
-    @property
-    def count(self) -> int:
-        return len(self._engines)
-
     # ------------------------------------------------------------------------------------------ syncs
 
     def want(self, staged: WeightsStaged, probe: Probe | None) -> None:
-        """From now on engines are brought to this version."""
-        self._wanted = (staged, probe)
+        """From now on engines for training are brought to this version."""
+        self._staged.append(_Target(staged, probe))
         self._start_syncs()
+
+    def pin(self) -> WeightVersion:
+        """From now on engines that are set aside are brought to the newest version, and stay there.
+
+        Raises ProtocolError when no version was ever wanted.
+        """
+        if not self._staged:
+            raise ProtocolError("engines are set aside for an evaluation, but no weights were staged yet")
+        self._pinned = self._staged[-1]
+        self._start_syncs()
+        return self._pinned.version
+
+    @property
+    def pin_lasts(self) -> bool:
+        """Whether an engine that is set aside holds the pinned version, or could still get it from the trainer."""
+        return self._target(True) is not None or self.pin_held
+
+    @property
+    def pin_held(self) -> bool:
+        """Whether an engine that is set aside holds the pinned version."""
+        return self._pinned is not None and bool(self.serving(self._pinned.version, set_aside=True))
 
     def close(self) -> None:
         for engine in self._engines.values():
             if engine.task is not None:
                 engine.task.cancel()
 
+    def _target(self, set_aside: bool) -> _Target | None:
+        """What engines of this pool are to hold; None when there is none, or the trainer doesn't serve it any more."""
+        if not set_aside:
+            return self._staged[-1] if self._staged else None
+        return self._pinned if self._pinned in self._staged else None
+
     def _start_syncs(self) -> None:
-        if self._wanted is None:
-            return
         for name, engine in self._engines.items():
-            if engine.task is None and engine.status.version != self._wanted[0].version:
+            target = self._target(engine.status.set_aside)
+            if target is not None and engine.task is None and engine.status.version != target.version:
                 engine.task = asyncio.create_task(self._follow(name, engine))
 
     async def _follow(self, name: str, engine: _Engine) -> None:
-        """Sync one engine until it holds the wanted version."""
+        """Sync one engine until it holds the version that is wanted of it."""
         failures = 0
         try:
-            while self._wanted is not None and engine.status.version != self._wanted[0].version:
-                staged, probe = self._wanted
+            while (target := self._target(engine.status.set_aside)) and engine.status.version != target.version:
                 try:
-                    await self._sync(name, engine, staged, probe)
+                    await self._sync(name, engine, target)
                     failures = 0
                 except MilesError as error:
                     failures += 1
-                    if self._wanted is not None and self._wanted[0].version == staged.version:
+                    if self._target(engine.status.set_aside) is target:
                         self._events.verdict("sync_failed", peer=name, evidence=str(error), count=failures)
                     if self._endpoint_of(engine.host) is None:
                         return
@@ -159,7 +216,8 @@ class EngineFleet:
         finally:
             engine.task = None
 
-    async def _sync(self, name: str, engine: _Engine, staged: WeightsStaged, probe: Probe | None) -> None:
+    async def _sync(self, name: str, engine: _Engine, target: _Target) -> None:
+        staged, probe = target.staged, target.probe
         endpoint = self._endpoint_of(engine.host)
         if endpoint is None:
             return
@@ -179,9 +237,7 @@ class EngineFleet:
             raise IntegrityError(
                 f"engine {name} holds other bytes than the trainer for {len(wrong)} tensors: {wrong[:3]}"
             )
-        engine.status = EngineStatus(
-            name=name, slots=engine.status.slots, version=reply.version, alive=True, shape=engine.status.shape
-        )
+        engine.status = msgspec.structs.replace(engine.status, version=reply.version, alive=True)
         self._changed()
         difference = None
         if probe is not None:

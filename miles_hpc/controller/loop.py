@@ -3,11 +3,12 @@
     gather roles ─▶ LoadState ─▶ warm start ─▶ weights to engines ─▶ evaluate ─▶ ┌─ next batch ◀── buffer ◀── GroupDone
                                                                                  │  TrainStep
                                                                                  │  StageWeights ─▶ fleet (per engine)
-                                                                                 └─ every N steps: save
+                                                                                 └─ every N steps: evaluate, save
 | task | waits for | ended by |
 |---|---|---|
 | main | batch, trainer's answers | steps done, AllocationEnds, TrainerLost |
 | producer | credits, free slots | end of the term |
+| one per evaluation (`evaluation`) | its groups | its result, its deadline |
 | one per engine (fleet) | its sync | newer version, loss |
 | handlers | journal, before they acknowledge | |
 
@@ -19,26 +20,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from checkpoints.journal import Evaluated, JournalWriter, RunCompleted, StepDone
+from checkpoints.journal import JournalWriter, RunCompleted, StepDone
 from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
+from miles_hpc.controller.cleaning import archive_evaluation
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import NO_SPACE, DurableJournal
-from miles_hpc.controller.engines import EngineFleet, Probe
-from miles_hpc.controller.measure import batch_metrics, eval_summary, sync_metrics
-from miles_hpc.controller.members import TRAINER_RANK0, Members
+from miles_hpc.controller.engines import EngineFleet
+from miles_hpc.controller.evaluation import Evaluations
+from miles_hpc.controller.measure import batch_metrics, sync_metrics
+from miles_hpc.controller.members import Members
 from miles_hpc.controller.recovery import StartPlan, payload_present
 from miles_hpc.controller.saving import Checkpoints
 from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
+from miles_hpc.controller.trainer_calls import TrainerLost, TrainerWorld
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import DeadlineExpired, FencedError, MilesError, PeerLost, ProtocolError, RemoteError
+from miles_hpc.core.errors import FencedError, MilesError, ProtocolError, RemoteError
 from miles_hpc.core.messages import (
     Ack,
     CheckpointWritten,
@@ -46,46 +49,27 @@ from miles_hpc.core.messages import (
     GroupDone,
     GroupFailed,
     HostStatus,
-    LoadState,
     Message,
     RestartHost,
     RestartRole,
-    ScoreTokens,
-    StageWeights,
-    TrainerReady,
-    TrainStep,
-    WeightsStaged,
-)
-from miles_hpc.core.messages import (
-    StepDone as StepReply,
 )
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity, Reply
-from miles_hpc.core.types import GroupPurpose, WeightVersion
+from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity
+from miles_hpc.core.types import WeightVersion
 from miles_hpc.dataflow.advantage import trajectory_advantages
 from miles_hpc.dataflow.buffer import Batch, GroupBuffer
-from miles_hpc.dataflow.packing import TrainItem, plan_batch, train_items
+from miles_hpc.dataflow.packing import TrainItem, train_items
 from miles_hpc.dataflow.source import PromptSource
 
-__all__ = ["AllocationEnds", "TermLoop", "TrainerLost"]
+__all__ = ["AllocationEnds", "TermLoop"]
 
-M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 #: Seconds that the end of an allocation needs besides one step and one save: hanging up, ending the steps, requeueing.
 _END_MARGIN_S = 12.0
 _DRAIN_S = 5.0
 _FENCE_S = 1.0
-
-
-class TrainerLost(MilesError):
-    """The trainer's world is gone or unusable, and with it everything since the last checkpoint."""
-
-    def __init__(self, text: str, incarnation: int) -> None:
-        super().__init__(text)
-        self.incarnation = incarnation
-        self.unreadable: Path | None = None  # the checkpoint whose files aren't what its manifest says
 
 
 class AllocationEnds(MilesError):
@@ -121,10 +105,9 @@ class TermLoop:
         self._attempt = credentials.identity.attempt
         self._step = plan.step
         self._last_step = run.sft.steps + run.rollout.n_steps
-        self._evaluations = plan.evaluations
         self._journal = DurableJournal(
             journal,
-            fence=lambda: check_newest(paths, self._term, self._attempt),
+            fence=self._check_fence,
             patient=self._may_wait_for_room,
             patience_s=run.control.step_deadline_s,
             on_full=lambda error: events.verdict("storage_full", peer="journal", evidence=str(error)),
@@ -143,6 +126,7 @@ class TermLoop:
             on_lost=self._on_lost,
             on_notice=self._on_notice,
         )
+        self._trainer = TrainerWorld(run, self._members)
         self._fleet = EngineFleet(
             self._members.endpoint, events, deadline_s=run.control.call_deadline_s, changed=self._members.touch
         )
@@ -164,6 +148,18 @@ class TermLoop:
         self._taken_over = tuple(fresh[: self._buffer.max_admitted])
         self._source = PromptSource.resumed(plan.next_group_id, plan.pending, [g.group_id for g in self._taken_over])
         self._dispatch = Dispatcher(run, self._fleet, self._members, self._buffer, self._source, self._journal, events)
+        self._evaluations = Evaluations(
+            run,
+            plan,
+            term=self._term,
+            fleet=self._fleet,
+            dispatch=self._dispatch,
+            members=self._members,
+            journal=self._journal,
+            events=events,
+            step=lambda: self._step,
+            archive=partial(archive_evaluation, paths, fence=self._check_fence),
+        )
         self._checkpoints = Checkpoints(
             run,
             paths,
@@ -174,8 +170,6 @@ class TermLoop:
             attempt=self._attempt,
             live_stores=self._buffer.routing_stores,
         )
-        self._trainer_incarnation = 0
-        self._asked: set[asyncio.Task[Reply]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
         self._adopted = False
@@ -203,15 +197,19 @@ class TermLoop:
             main.cancel()
             fence.cancel()
             self._dispatch.close()
+            self._evaluations.close()
             self._fleet.close()
             await self._members.close("the run ended" if over else "the term ended", shut_down=over)
+
+    def _check_fence(self) -> None:
+        check_newest(self._paths, self._term, self._attempt)
 
     async def _watch_fence(self) -> None:
         """End this term when a newer attempt or term exists, also while nothing is there to be published."""
         while True:
             await asyncio.sleep(_FENCE_S)
             try:
-                await asyncio.to_thread(check_newest, self._paths, self._term, self._attempt)
+                await asyncio.to_thread(self._check_fence)
             except FencedError as error:
                 self._fenced(error)
                 return
@@ -234,18 +232,21 @@ class TermLoop:
         if self._step < run.sft.steps:
             await self._warm_start()
         await self._publish_weights()
-        if self._evaluations == 0 and run.eval.n_episodes:
-            await self._evaluate("before" if run.rollout.n_steps else "sft_only")
+        if when := self._evaluations.before():
+            await self._or_ending(self._evaluations.alone(when))
             await self._save(wait=False)
         await self._take_over()
         self._events.note("phase", phase="rl", first_step=self._step + 1)
         self._dispatch.start_producer(batches_left=lambda: self._last_step - self._buffer.formed_step)
+        await self._evaluations.resume()
         while self._step < self._last_step:
+            await self._or_ending(self._evaluations.begin())
             await self._train_one_step()
             await self._save_if_due(self._step % run.checkpoint.interval_steps == 0 or self._warned.is_set())
         self._dispatch.close()
-        if self._evaluations <= 1 and run.eval.n_episodes and run.rollout.n_steps:
-            await self._evaluate("after")
+        await self._or_ending(self._evaluations.settle())
+        if when := self._evaluations.after():
+            await self._or_ending(self._evaluations.alone(when))
         await self._save(wait=True)
         await self._journal.append(RunCompleted(step=self._step))
         self._events.note("run_complete", trained_groups=self._trained_groups, steps=self._step)
@@ -255,27 +256,21 @@ class TermLoop:
         deadline = Deadline(self._run.control.start_deadline_s, "waiting for the trainer and a rollout host")
 
         def ready() -> bool:
-            return self._members.endpoint(TRAINER_RANK0) is not None and self._fleet.count > 0
+            return self._trainer.present and self._fleet.count() > 0
 
         with self._events.span("gather"):
             await self._or_ending(self._members.wait(ready, deadline))
 
     async def _load(self) -> None:
         folder = "" if self._plan.checkpoint is None else self._paths.relative(self._plan.checkpoint)
-        deadline_s = self._run.control.start_deadline_s
         with self._events.span("load"):
-            message = LoadState(checkpoint=folder, deadline_s=deadline_s)
             try:
-                ready, _ = await self._trainer(message, TrainerReady, deadline_s=deadline_s)
+                ready = await self._trainer.load(folder, self._plan.step)
             except TrainerLost as lost:
                 if isinstance(lost.__cause__, RemoteError) and lost.__cause__.kind == "IntegrityError":
                     lost.unreadable = self._plan.checkpoint
                     self._events.verdict("checkpoint_unreadable", peer=folder, evidence=str(lost)[:500])
                 raise
-        if ready.step != self._plan.step:
-            raise ProtocolError(f"the trainer loaded step {ready.step}; the manifest says {self._plan.step}")
-        self._world_size = ready.world_size
-        self._shape = ready.shape
         self._events.note(
             "run_start",
             run=self._run.name,
@@ -295,8 +290,8 @@ class TermLoop:
         sft = self._run.sft
         self._events.note("phase", phase="sft", first_step=self._step + 1)
         with self._events.span("sft_data"):
-            wanted = self._dispatch.collect(GroupPurpose.DEMO, sft.n_demonstrations)
-            demos = await self._or_ending(wanted)
+            wanted = self._dispatch.demonstrations(sft.n_demonstrations)
+            demos = await self._or_ending(self._dispatch.collect(wanted))
         while self._step < sft.steps:
             await self._check_allocation()
             step = self._step + 1
@@ -333,6 +328,7 @@ class TermLoop:
         while True:
             await self._check_allocation()
             self._dispatch.check()
+            self._evaluations.check()
             batch, records = self._buffer.form_batch(WeightVersion(self._term, self._step))
             for record in records:
                 reason = getattr(record, "reason", None)
@@ -356,29 +352,9 @@ class TermLoop:
         batch: Batch | None = None,
         started: float | None = None,
     ) -> None:
-        train = self._run.train
         started = time.monotonic() if started is None else started
-        skip = loss == "grpo" and not train.entropy_coef and not (train.use_kl_loss and train.kl_loss_coef)
-        packed = plan_batch(
-            items,
-            n_ranks=self._world_size,
-            row_tokens=train.row_tokens,
-            max_tokens_per_microbatch=train.max_tokens_per_microbatch,
-            skip_zero_advantage=skip,
-        )
-        message = TrainStep(
-            step=step,
-            loss=loss,
-            lr=lr,
-            microbatches=packed.microbatches,
-            total_loss_tokens=packed.total_loss_tokens,
-            routing_replay=loss == "grpo" and self._run.rollout.routing_replay and self._shape.n_experts > 0,
-            deadline_s=self._run.control.step_deadline_s,
-        )
-        began = time.monotonic()
         with self._events.span("train_step", step=step):
-            done, _ = await self._trainer(message, StepReply, deadline_s=message.deadline_s)
-        values["perf/train_time"] = time.monotonic() - began
+            outcome = await self._trainer.train(step, loss, items, lr)
         self._step = step
         if batch is not None:
             await self._journal.append(StepDone(step=step, version=(self._term, step)))
@@ -388,41 +364,20 @@ class TermLoop:
             values["perf/stage_time"] = time.monotonic() - began
             self._dispatch.wake()
         self._step_s = max(0.9 * self._step_s, time.monotonic() - started)
-        values |= done.metrics
-        values |= {f"perf/{name}": seconds for name, seconds in done.phases_s.items()}
+        values |= outcome.values
         values |= {
             "train/lr": lr,
             "perf/step_time": time.monotonic() - started,
-            "train/skipped_zero_advantage": packed.skipped,
-            "routing/replayed_positions": done.replayed_positions,
-            "routing/recorded_positions": done.recorded_positions,
             "data/trained_groups_total": self._trained_groups,
         }
         self._events.metric(step, {k: float(f"{v:.6g}") for k, v in values.items()})
 
     async def _publish_weights(self) -> None:
         """Stage the current weights, score the probe batch with them, and let the fleet follow."""
-        version = WeightVersion(self._term, self._step)
-        deadline_s = self._run.control.call_deadline_s
+        await self._evaluations.before_staging(self._step)
         with self._events.span("stage", step=self._step):
-            message = StageWeights(version=version, deadline_s=deadline_s)
-            staged, _ = await self._trainer(message, WeightsStaged, deadline_s=deadline_s)
-            probe = await self._score_probe()
+            staged, probe = await self._trainer.stage(WeightVersion(self._term, self._step))
         self._fleet.want(staged, probe)
-
-    async def _score_probe(self) -> Probe | None:
-        n = self._run.train.probe_sequences
-        if n == 0:
-            return None
-        length = min(64, self._run.rollout.max_trajectory_tokens, self._shape.max_position_embeddings)
-        tokens = np.random.default_rng((self._run.seed, 17)).integers(0, self._shape.vocab_size, (n, length), np.int32)
-        _, payload = await self._trainer(
-            ScoreTokens(n=n, length=length),
-            None,
-            deadline_s=self._run.control.call_deadline_s,
-            payload=tokens.tobytes(),
-        )
-        return Probe(tokens, np.frombuffer(payload, np.float32).reshape(n, length - 1).copy())
 
     async def _take_over(self) -> None:
         """Groups that earlier terms own already: into the buffer instead of sampling them again."""
@@ -431,24 +386,6 @@ class TermLoop:
         self._adopted = True
         if self._taken_over:
             self._events.note("took_over", groups=len(self._taken_over), of=len(self._plan.owned))
-
-    # ------------------------------------------------------------------------------------------ evaluation
-
-    async def _evaluate(self, when: str) -> None:
-        """Held-out episodes under the current weights, by engines that hold exactly these."""
-        version = WeightVersion(self._term, self._step)
-        deadline = Deadline(self._run.control.call_deadline_s, f"waiting for an engine that holds {version}")
-
-        def synced() -> bool:
-            return len(self._fleet.serving(version)) == self._fleet.count > 0
-
-        with self._events.span("eval", step=self._step):
-            await self._or_ending(self._members.wait(synced, deadline))
-            groups = await self._or_ending(self._dispatch.collect(GroupPurpose.EVAL, self._run.eval.n_episodes))
-        mean, by_label = eval_summary(groups)
-        self._evaluations += 1
-        await self._journal.append(Evaluated(step=self._step, n=len(groups), mean=mean, by_label=by_label))
-        self._events.note("evaluation", step=self._step, when=when, n=len(groups), mean=mean, by_label=by_label)
 
     # ------------------------------------------------------------------------------------------ saving, ending
 
@@ -464,8 +401,8 @@ class TermLoop:
             await self._checkpoints.settle(Deadline(deadline_s, "waiting for the save before this one"))
             saved = (self._checkpoints.newest_step, self._checkpoints.newest_evaluations)
             if saved[0] == self._step:
-                if saved[1] != self._evaluations:
-                    await self._checkpoints.amend(self._evaluations)
+                if saved[1] != self._evaluations.count:
+                    await self._checkpoints.amend(self._evaluations.count)
                 return
             while not self._journal.idle:  # what the manifest says of groups belongs to one journal position
                 await self._journal.flush()
@@ -475,10 +412,10 @@ class TermLoop:
                 self._step,
                 next_group_id=self._source.next_group_id,
                 pending=tuple(pending),
-                evaluations=self._evaluations,
+                evaluations=self._evaluations.count,
                 deadline_s=deadline_s,
             )
-            await self._trainer(message, Ack, deadline_s=deadline_s)
+            await self._trainer.call(message, Ack, deadline_s=deadline_s)
             if wait:
                 await self._checkpoints.settle(Deadline(deadline_s, f"waiting for checkpoint {message.folder}"))
 
@@ -490,7 +427,7 @@ class TermLoop:
         if fits and not self._ending.is_set():
             return
         self._events.note("drain", remaining_s=remaining, step_s=step_s, save_s=save_s)
-        if not self._loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
+        if not self._trainer.loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
             raise AllocationEnds(f"allocation {self._attempt} ends before its trainer was ready: step {self._step}")
         await self._dispatch.drain(_DRAIN_S)
         await self._save(wait=True)
@@ -517,41 +454,11 @@ class TermLoop:
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=0.5)
-                if not task.done() and (not self._loaded or self._members.endpoint(TRAINER_RANK0) is not None):
+                if not task.done() and (not self._trainer.loaded or self._trainer.present):
                     await self._check_allocation()
             return task.result()
         finally:
             task.cancel()
-
-    @property
-    def _loaded(self) -> bool:
-        """Whether the trainer has state that could be saved."""
-        return hasattr(self, "_world_size")
-
-    # ------------------------------------------------------------------------------------------ trainer
-
-    async def _trainer(
-        self, message: Message, reply: type[M] | None, *, deadline_s: float, payload: bytes = b""
-    ) -> tuple[M, memoryview]:
-        """Call the trainer world; anything but the expected answer means that it is lost."""
-        endpoint = self._members.endpoint(TRAINER_RANK0)
-        if endpoint is None:
-            raise TrainerLost("the trainer's rank 0 is gone", self._trainer_incarnation)
-        self._trainer_incarnation = endpoint.peer.incarnation
-        try:
-            answer: Reply = await endpoint.call(message, payload=[payload] if payload else (), deadline_s=deadline_s)
-        except PeerLost as error:
-            raise TrainerLost(str(error), endpoint.peer.incarnation) from error
-        except (DeadlineExpired, RemoteError) as error:
-            if isinstance(error, RemoteError) and error.kind == "FencedError":
-                raise FencedError(error.text) from error
-            self._ask_supervisor(
-                RestartRole(role="trainer", incarnation=endpoint.peer.incarnation, reason=str(error)[:500])
-            )
-            raise TrainerLost(str(error), endpoint.peer.incarnation) from error
-        if reply is not None and not isinstance(answer.message, reply):
-            raise ProtocolError(f"the trainer answered {type(answer.message).__name__} to {type(message).__name__}")
-        return answer.message, answer.payload  # type: ignore[return-value]
 
     # ------------------------------------------------------------------------------------------ messages, losses
 
@@ -593,7 +500,7 @@ class TermLoop:
             return
         if peer.role.startswith("trainer"):
             # Where one srun starts all roles, the other ranks don't end with this one.
-            self._ask_supervisor(
+            self._members.tell_supervisor(
                 RestartRole(role="trainer", incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
             )
             self._events.verdict("rollback", to_step=self._checkpoints.newest_step, evidence=f"{peer.name}: {evidence}")
@@ -603,21 +510,6 @@ class TermLoop:
             self._dispatch.lose_host(peer.name)
         if peer.role in ("rollout-agent", "sandbox-agent"):
             role = peer.role.removesuffix("-agent")
-            self._ask_supervisor(
+            self._members.tell_supervisor(
                 RestartHost(role=role, host=peer.host, incarnation=peer.incarnation, reason=f"{peer.name}: {evidence}")
             )
-
-    def _ask_supervisor(self, message: Message) -> None:
-        """Best effort: the supervisor sees ended steps by itself as well."""
-        endpoint = self._members.endpoint("supervisor")
-        if endpoint is None:
-            return
-        task = asyncio.create_task(endpoint.call(message, deadline_s=10.0))
-        self._asked.add(task)
-
-        def done(finished: asyncio.Task[Reply]) -> None:
-            self._asked.discard(finished)
-            if not finished.cancelled() and finished.exception() is not None:
-                self._events.note("supervisor_deaf", error=str(finished.exception()))
-
-        task.add_done_callback(done)

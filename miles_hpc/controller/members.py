@@ -26,7 +26,7 @@ from miles_hpc.core.errors import FencedError, MilesError, PeerLost
 from miles_hpc.core.messages import Ack, Heartbeat, Message, OpenRelay, RelayOpen, RelayTarget, Shutdown
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
-from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, PeerIdentity, Transport
+from miles_hpc.core.transport import Buffer, Credentials, Endpoint, HandlerResult, PeerIdentity, Reply, Transport
 
 __all__ = ["DIRECT_UP_TO", "TRAINER_RANK0", "Members"]
 
@@ -38,6 +38,8 @@ DIRECT_UP_TO = 16
 
 #: So long after a deadline it is this process that was held up: what arrived meanwhile is heard before it judges.
 _LATE_S = 0.1
+
+_SUPERVISOR_S = 10.0
 
 
 class Members:
@@ -81,6 +83,7 @@ class Members:
         self._fan_out: FanOut | None = None
         self._relays: dict[str, tuple[Endpoint, tuple[str, ...]]] = {}  # members that pass commands on, and where
         self._asking: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[Reply]] = set()
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -153,6 +156,21 @@ class Members:
     def touch(self) -> None:
         """Something changed that a waiter of `wait` may be interested in."""
         self._changed.set()
+
+    def tell_supervisor(self, message: Message) -> None:
+        """Best effort, in the background: the supervisor sees ended steps by itself as well."""
+        endpoint = self.endpoint("supervisor")
+        if endpoint is None:
+            return
+        task = asyncio.create_task(endpoint.call(message, deadline_s=_SUPERVISOR_S))
+        self._telling.add(task)
+
+        def done(finished: asyncio.Task[Reply]) -> None:
+            self._telling.discard(finished)
+            if not finished.cancelled() and finished.exception() is not None:
+                self._events.note("supervisor_deaf", error=str(finished.exception()))
+
+        task.add_done_callback(done)
 
     # ------------------------------------------------------------------------------------------ events
 

@@ -9,11 +9,11 @@ again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from checkpoints.journal import JournalRead
-from checkpoints.lineage import account, fork_steps, reusable_groups
+from checkpoints.journal import Evaluated, EvaluationBegun, EvaluationSkipped, JournalRead, Record
+from checkpoints.lineage import account, evaluations, fork_steps, reusable_groups
 from checkpoints.manifest import CheckpointFolder, Manifest
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
@@ -35,7 +35,9 @@ class StartPlan:
     owned: tuple[GroupSummary, ...] = ()  # candidates to be taken over
     forks: dict[int, int] = field(default_factory=dict)  # term -> last step that it shares with the lineage
     trained_groups: int = 0
-    evaluations: int = 0
+    evaluated: frozenset[int] = frozenset()  # steps of the lineage with a result on record
+    skipped: frozenset[int] = frozenset()  # steps whose evaluation was skipped, on record
+    cut: frozenset[int] = frozenset()  # steps whose evaluation was begun beside training and has no outcome
 
 
 def choose_checkpoint(
@@ -65,21 +67,31 @@ def plan_start(newest: tuple[Path, Manifest] | None, journals: Mapping[int, Jour
     Raises JournalCorrupt when the journals don't lead to the manifest.
     """
     if newest is None:
-        return StartPlan()
+        return _with_evaluations(StartPlan(), journals, fork_steps(journals, ()))
     folder, manifest = newest
     counted = account(journals, manifest)
+    forks = fork_steps(journals, counted.segments)
     owned = reusable_groups(journals, counted) if reuse else {}
-    return StartPlan(
+    plan = StartPlan(
         checkpoint=folder,
         manifest=manifest,
         step=manifest.step,
         next_group_id=manifest.counters.next_group_id,
         pending=tuple(sorted(counted.pending)),
         owned=tuple(summary_of(owned[g]) for g in sorted(owned) if owned[g].summary),
-        forks=fork_steps(journals, counted.segments),
+        forks=forks,
         trained_groups=len(counted.trained),
-        evaluations=manifest.counters.evaluations,
     )
+    return _with_evaluations(plan, journals, forks)
+
+
+def _with_evaluations(plan: StartPlan, journals: Mapping[int, JournalRead], forks: Mapping[int, int]) -> StartPlan:
+    recorded = evaluations(journals, forks)
+
+    def steps(kind: type[Record]) -> frozenset[int]:
+        return frozenset(step for step, record in recorded.items() if isinstance(record, kind))
+
+    return replace(plan, evaluated=steps(Evaluated), skipped=steps(EvaluationSkipped), cut=steps(EvaluationBegun))
 
 
 def payload_present(paths: RunPaths, group: GroupSummary) -> bool:

@@ -75,7 +75,7 @@ class Checkpoints:
         self._in_use = () if plan.checkpoint is None else (plan.checkpoint,)
         self._draft: _Draft | None = None
         self.newest_step = plan.step if plan.manifest is not None else -1
-        self.newest_evaluations = plan.evaluations
+        self.newest_evaluations = 0 if plan.manifest is None else plan.manifest.counters.evaluations
         self.longest_s = 1.0
 
     def begin(

@@ -1,4 +1,4 @@
-"""Learning rates and the order of the warm start's data: pure functions of the step."""
+"""Learning rates, the order of the warm start's data, when to evaluate: pure functions of the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from miles_hpc.core.config import SftConfig, TrainConfig
 
-__all__ = ["rl_lr", "sft_batch", "sft_lr"]
+__all__ = ["evaluation_steps", "rl_lr", "sft_batch", "sft_lr"]
 
 
 def sft_lr(config: SftConfig, step: int) -> float:
@@ -22,6 +22,11 @@ def sft_lr(config: SftConfig, step: int) -> float:
 def rl_lr(config: TrainConfig, step: int) -> float:
     """Learning rate of RL step `step` (1-based): linear warmup, then constant."""
     return config.lr * min(1.0, step / max(1, config.lr_warmup_steps))
+
+
+def evaluation_steps(sft_steps: int, n_steps: int, interval: int) -> range:
+    """Steps with an evaluation beside training: every `interval` RL steps, strictly between the ends of RL. 0: none."""
+    return range(sft_steps + interval, sft_steps + n_steps, interval) if interval else range(0)
 
 
 def sft_batch(n_items: int, batch_size: int, step: int, seed: int) -> list[int]:

@@ -187,11 +187,23 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
 
 class EvalConfig(Section, frozen=True, kw_only=True):
-    """Held-out evaluation before and after RL."""
+    """Held-out evaluation: before and after RL while training stands still, every `interval` steps beside it."""
 
-    n_episodes: int = 0
+    n_episodes: int = 0  # prompts of one evaluation; 0 = no evaluations
+    n_samples_per_eval_prompt: int = 1  # trajectories of each prompt, for pass@k
+    interval: int = 0  # RL steps from one evaluation beside training to the next; 0 = only before and after RL
+    skip_eval_before_train: bool = False
     seed: int = 10_000
     temperature: float = 1.0
+    top_p: float = 1.0
+    max_turns: int = 0  # 0 = rollout.max_turns
+    max_tokens_per_turn: int = 0  # 0 = rollout.max_tokens_per_turn
+    success_reward: float = 1.0  # a trajectory with this reward or more has solved its prompt (pass@k)
+    engines_per_host: int = 0  # of rollout.engines_per_host, so many serve evaluations only; 0 = they share engines
+    slot_share: float = 0.25  # on shared engines: what evaluations are given while training groups wait as well
+    max_in_flight: int = 1  # evaluations beside training at once
+    overflow_policy: Literal["backpressure", "skip"] = "backpressure"  # with so many under way: training waits, or none
+    deadline_s: float = 3600.0  # an evaluation beside training that takes longer is given up
 
 
 class CheckpointConfig(Section, frozen=True, kw_only=True):

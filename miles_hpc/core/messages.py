@@ -183,6 +183,8 @@ class GenerateGroup(Message, frozen=True, kw_only=True):
     sampling: SamplingParams
     seed: int  # trajectory i uses a seed derived from (seed, i)
     deadline_s: float  # bound on one trajectory
+    set_aside: bool = False  # on the engines that serve evaluations only, or on the others
+    at_least: WeightVersion | None = None  # on engines that hold this version or a newer one
 
 
 class AbortGroups(Message, frozen=True, kw_only=True):
@@ -190,6 +192,7 @@ class AbortGroups(Message, frozen=True, kw_only=True):
 
     group_ids: tuple[int, ...]
     reason: str
+    purpose: GroupPurpose = GroupPurpose.TRAIN
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +203,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion | None
     alive: bool
     shape: ModelShape | None = None
+    set_aside: bool = False  # for evaluations only
 
 
 class HostStatus(Message, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 Kinds, told apart by `kind`:
 
-    metric   {"step": 7, "values": {"rollout/raw_reward": 0.4, "perf/step_time": 1.2, ...}}
+    metric   {"step": 7, "values": {"rollout/raw_reward": 0.4, "perf/step_time": 1.2, ...}}     a step that was trained
+    metric   {"step": 6, "values": {"eval/shell": 0.5, "eval/lag_steps": 1, ...}}       an evaluation, when it is over
     span     {"name": "generate", "start": <epoch s>, "end": <epoch s>, "step": 7}
     verdict  {"name": "lost", "peer": "...", "evidence": "..."}        what the run decided, and why
     note     {"name": "allocation", ...}                               start, end, evaluation, resume

@@ -203,6 +203,7 @@ class TrajectorySummary(Struct, frozen=True, kw_only=True):
     label: str = ""
     routed_experts: RoutedExpertsRef | None = None
     rollout_id: int | None = None  # as Trajectory's
+    sampled: tuple[tuple[WeightVersion, int], ...] = ()  # sampled tokens by version, oldest first
 
     @property
     def rollout(self) -> int:

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from miles_hpc.core import registry
 from miles_hpc.core.config import GroupConfig, RunConfig, SiteConfig, SitePartition
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.layouts import asked_nodes, is_split, layout_complaints, layout_of, role_partition
+from miles_hpc.core.ranges import NUMBERS, Range
 from miles_hpc.core.site_limits import limit_complaints
 from miles_hpc.core.site_rules import group_complaints
 from miles_hpc.core.walltime import parse_time
@@ -41,116 +42,9 @@ _MODEL_SIZES = (
 )
 
 
-class _Range(NamedTuple):
-    """What a number may be. The upper ends are far beyond any use: they keep nonsense from overflowing later."""
-
-    lowest: float
-    highest: float
-    above: bool = False  # more than `lowest`, not `lowest` itself
-
-    def complaint(self, value: float) -> str:
-        """What is expected when `value` isn't in the range, "" when it is. NaN is in no range."""
-        if self.lowest <= value <= self.highest and not (self.above and value == self.lowest):
-            return ""
-        if value > self.highest:
-            return f"expected at most {self.highest:.9g}"
-        if self.above:
-            return f"expected more than {self.lowest:g}"
-        return f"expected {self.lowest:g} or more" if self.lowest != 1 else "expected at least 1"
-
-
-_COUNT = _Range(1, 10**9)
-_COUNT_OR_NONE = _Range(0, 10**9)
-_SEED = _Range(0, 2**32 - 1)
-_SECONDS = _Range(0, 10**8, above=True)
-_POSITIVE = _Range(0, 10**6, above=True)
-_WEIGHT = _Range(0, 10**6)
-_SHARE = _Range(0, 1)
-_BETA = _Range(0, 0.999999999)
-
-#: Every number outside `groups`, whose numbers depend on the role (`_group`).
-NUMBERS: dict[str, _Range] = {
-    "seed": _SEED,
-    "model.init_seed": _SEED,
-    "job.signal_s": _Range(0, 65535),  # sbatch --signal
-    "job.max_allocations": _COUNT,
-    "job.max_idle_allocations": _COUNT,
-    "sandbox.cpu_s": _COUNT,
-    "sandbox.memory_mb": _Range(64, 10**7),  # bash itself takes some
-    "sandbox.file_mb": _Range(1, 10**7),
-    "sandbox.folder_mb": _Range(2, 10**7),
-    "sandbox.processes": _Range(4, 10**6),
-    "sft.steps": _COUNT_OR_NONE,
-    "sft.n_demonstrations": _COUNT,
-    "sft.batch_size": _COUNT,
-    "sft.lr": _POSITIVE,
-    "sft.lr_warmup_steps": _COUNT_OR_NONE,
-    "sft.lr_decay_from": _SHARE,
-    "sft.lr_min_ratio": _SHARE,
-    "sft.aux_loss_coef": _WEIGHT,
-    "rollout.n_steps": _COUNT_OR_NONE,  # 0: the warm start alone, for comparison
-    "rollout.rollout_batch_size": _COUNT,
-    "rollout.n_samples_per_prompt": _COUNT,
-    "rollout.engines_per_host": _Range(1, 1024),
-    "rollout.slots_per_engine": _Range(1, 10**6),
-    "sglang.num_gpus_per_engine": _Range(1, 1024),
-    "rollout.engine_step_interval_s": _Range(0, 60),
-    "rollout.temperature": _POSITIVE,
-    "rollout.top_p": _Range(0, 1, above=True),
-    "rollout.max_turns": _COUNT,
-    "rollout.max_tokens_per_turn": _COUNT,
-    "rollout.max_trajectory_tokens": _Range(2, 10**9),  # one token of prompt, one of answer
-    "rollout.trajectory_deadline_s": _SECONDS,
-    "rollout.max_admitted_batches": _Range(1, 10**6),  # at least 1 to fill a batch
-    "rollout.max_weight_staleness": _COUNT_OR_NONE,
-    "rollout.max_group_attempts": _COUNT,
-    "rollout.sandbox_timeout_s": _SECONDS,
-    "rollout.sandbox_max_output_bytes": _COUNT_OR_NONE,
-    "sessions.max_rollback": _Range(0, 2**20),
-    "sessions.max_sessions": _Range(1, 10**5),  # as many as the router knows
-    "sessions.max_in_flight": _Range(1, 10**4),
-    "sessions.max_messages": _Range(1, 10**6),
-    "sessions.max_body_bytes": _Range(2**10, 2**30),
-    "sessions.max_session_tokens": _COUNT,
-    "sessions.max_turns": _Range(1, 10**6),
-    "sessions.ttl_s": _SECONDS,
-    "sessions.request_deadline_s": _SECONDS,
-    "sessions.journal_segment_bytes": _Range(2**16, 2**40),
-    "train.lr": _POSITIVE,
-    "train.lr_warmup_steps": _COUNT_OR_NONE,
-    "train.adam_beta1": _BETA,
-    "train.adam_beta2": _BETA,
-    "train.weight_decay": _WEIGHT,
-    "train.clip_grad": _POSITIVE,
-    "train.eps_clip": _WEIGHT,
-    "train.eps_clip_high": _WEIGHT,
-    "train.kl_loss_coef": _WEIGHT,
-    "train.entropy_coef": _WEIGHT,
-    "train.tis_clip": _POSITIVE,
-    "train.minibatches_per_step": _Range(1, 1),
-    "train.max_tokens_per_microbatch": _COUNT,
-    "train.row_tokens": _COUNT,
-    "train.probe_sequences": _Range(0, 10**6),
-    "train.threads": _Range(1, 4096),
-    "eval.n_episodes": _COUNT_OR_NONE,
-    "eval.seed": _SEED,
-    "eval.temperature": _WEIGHT,  # 0 = greedy
-    "checkpoint.interval_steps": _COUNT,
-    "checkpoint.keep": _COUNT,
-    "control.heartbeat_interval_s": _SECONDS,
-    "control.lost_after_s": _SECONDS,
-    "control.lease_s": _SECONDS,
-    "control.connect_deadline_s": _SECONDS,
-    "control.start_deadline_s": _SECONDS,
-    "control.call_deadline_s": _SECONDS,
-    "control.step_deadline_s": _SECONDS,
-    "control.max_role_restarts": _COUNT_OR_NONE,
-}
-
-
 def validate(run: RunConfig, site: SiteConfig) -> None:
     """Raise UserError for the first rule that the run breaks on this site."""
-    for rule in (_name, _numbers, _names, _agent, _model, _lengths, _sglang, _control, _job):
+    for rule in (_name, _numbers, _names, _agent, _model, _lengths, _sglang, _eval, _control, _job):
         for complaint in rule(run, site):
             raise UserError(f"run '{run.name}': {complaint}")
     for complaint in _memory(run, site):
@@ -273,6 +167,29 @@ def _sglang(run: RunConfig, site: SiteConfig) -> Iterator[str]:
         )
 
 
+def _eval(run: RunConfig, site: SiteConfig) -> Iterator[str]:
+    chosen = run.eval
+    if chosen.engines_per_host >= run.rollout.engines_per_host:
+        yield (
+            f"eval.engines_per_host = {chosen.engines_per_host} of rollout.engines_per_host = "
+            f"{run.rollout.engines_per_host}: at least one engine of a host is for training"
+        )
+    if chosen.engines_per_host and not chosen.n_episodes:
+        yield f"eval.engines_per_host = {chosen.engines_per_host}, but eval.n_episodes = 0: they would serve nothing"
+    if chosen.engines_per_host and chosen.max_in_flight > 1:
+        yield (
+            f"eval.max_in_flight = {chosen.max_in_flight}: expected 1, because engines that serve evaluations only "
+            "hold one weight version at a time"
+        )
+    if chosen.engines_per_host and run.rollout.custom_agent_function_path:
+        yield (
+            f"eval.engines_per_host = {chosen.engines_per_host} with rollout.custom_agent_function_path: agents' "
+            "sessions go to the engines for training alone: set it to 0"
+        )
+    if chosen.interval and not chosen.n_episodes:
+        yield f"eval.interval = {chosen.interval}, but eval.n_episodes = 0: set how many prompts an evaluation has"
+
+
 def _model_config(run: RunConfig) -> dict[str, Any]:
     if not run.model.path:
         return run.model.config
@@ -330,11 +247,11 @@ def _time(text: str) -> Iterator[str]:
 def _group(run: RunConfig, role: str, group: GroupConfig, site: SiteConfig) -> Iterator[str]:
     lowest = 0 if role == "sandbox" else 1
     for key, value, allowed in (
-        ("nodes", group.nodes, _Range(lowest, 10**5)),
-        ("spare_nodes", group.spare_nodes, _Range(0, 1024)),
-        ("gpus_per_node", group.gpus_per_node, _Range(0, 1024)),
-        ("cpus_per_task", group.cpus_per_task, _Range(1, 65535)),
-        ("ranks_per_node", group.ranks_per_node, _Range(1, 1024)),
+        ("nodes", group.nodes, Range(lowest, 10**5)),
+        ("spare_nodes", group.spare_nodes, Range(0, 1024)),
+        ("gpus_per_node", group.gpus_per_node, Range(0, 1024)),
+        ("cpus_per_task", group.cpus_per_task, Range(1, 65535)),
+        ("ranks_per_node", group.ranks_per_node, Range(1, 1024)),
     ):
         complaint = allowed.complaint(value)
         if complaint:

@@ -1,4 +1,4 @@
-"""The archive: trained groups of one weight version in one immutable HDF5 file, for analysis.
+"""The archive: trained groups of one weight version, or one evaluation, in one immutable HDF5 file, for analysis.
 
     archive/v000012.t000001.h5
       tokens      int32   [N]      all trajectories, one after the other

@@ -139,13 +139,14 @@ class RolloutApp(AgentApp):
     async def _keep_engine(self, number: int) -> None:
         """Start engine `number`, and again whenever it ends. Gives up when it dies quickly several times in a row."""
         name = f"{self._identity.host}-e{number}"
+        set_aside = number >= self._run.rollout.engines_per_host - self._run.eval.engines_per_host
         start, quick = 0, 0
         while True:
             start += 1
             began = time.monotonic()
             child, address_file = self._start_engine(name, number, start)
             self._engines[name] = child
-            serving = asyncio.create_task(self._serve_engine(name, child, address_file))
+            serving = asyncio.create_task(self._serve_engine(name, child, address_file, set_aside=set_aside))
             guard = asyncio.create_task(child.kill_when_stopped(self._run.control.lost_after_s))
             try:
                 code = await child.wait()
@@ -172,7 +173,7 @@ class RolloutApp(AgentApp):
         command += ["--device", f"cuda:{number}" if gpus else "cpu", "--address-file", str(address_file)]
         return ChildProcess(name, command, log=logs / f"{name}-i{me.incarnation}.log"), address_file
 
-    async def _serve_engine(self, name: str, child: ChildProcess, address_file) -> None:  # type: ignore[no-untyped-def]
+    async def _serve_engine(self, name: str, child: ChildProcess, address_file, *, set_aside: bool) -> None:  # type: ignore[no-untyped-def]
         """Connect to a started engine and hand it to the host; then see that it stays responsive."""
         deadline = Deadline(self._run.control.start_deadline_s, f"waiting for engine {name} to listen")
         try:
@@ -184,7 +185,7 @@ class RolloutApp(AgentApp):
             endpoint = await transport.connect(address, deadline_s=deadline.remaining_s)
             engine = RemoteEngine(endpoint, name=name)
             self._addresses[name] = address
-            await self._host.add_engine(engine)
+            await self._host.add_engine(engine, set_aside=set_aside)
             while not endpoint.closed.is_set():
                 await asyncio.sleep(_ENGINE_CHECK_S)
                 await asyncio.wait_for(engine.describe(), _ENGINE_SILENT_S)
@@ -199,11 +200,11 @@ class RolloutApp(AgentApp):
             self._sessions.changed()
 
     def _session_engines(self) -> tuple[SessionEngine, ...]:
-        """Those that the session server may use."""
+        """Those that the session server may use: it knows of no purposes, so none that is set aside."""
         return tuple(
             SessionEngine(name=engine.name, address=self._addresses[engine.name], version=engine.version)
             for engine in self._host.status().engines
-            if engine.alive and engine.name in self._addresses
+            if engine.alive and not engine.set_aside and engine.name in self._addresses
         )
 
     async def _tell_end(self, name: str, code: int, log_tail: str) -> None:

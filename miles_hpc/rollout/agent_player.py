@@ -38,7 +38,7 @@ from miles_hpc.core.types import GroupPurpose, SampleStatus
 from miles_hpc.dataflow.source import derive_seed
 from miles_hpc.rollout.agent_function import AgentOutcome, AgentRunner, AgentSession, AgentTask, load_agent
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
-from miles_hpc.rollout.sampler import Played
+from miles_hpc.rollout.sampler import Played, trajectory_name
 from miles_hpc.rollout.session.client import SessionClient, SessionHandle, SessionState
 from miles_hpc.rollout.session.payload import WireSample
 from miles_hpc.rollout.session.record import SessionRecord
@@ -108,7 +108,7 @@ class AgentPlayer:
 
         Raises AgentFailed, SessionServerFailed, IntegrityError, and what the environment raises.
         """
-        name = f"g{job.group_id}-{job.attempt}-{index}"
+        name = trajectory_name(job, index)
         seed = derive_seed(job.seed, "trajectory", index)
         deadline = Deadline(job.deadline_s, f"trajectory {name}")
         session = await self.sessions.open(_settings(job, name, seed), deadline)

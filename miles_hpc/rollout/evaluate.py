@@ -12,7 +12,6 @@ import asyncio
 import os
 import secrets
 import socket
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,12 +24,11 @@ from miles_hpc.control.opening import open_transport
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import IntegrityError, UserError
 from miles_hpc.core.load import load_prepared
-from miles_hpc.core.messages import GenerateGroup
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.registry import resolve
 from miles_hpc.core.transport import Credentials, Endpoint, PeerIdentity, Transport
-from miles_hpc.core.types import GroupPurpose, Prompt, SampleStatus, SamplingParams, WeightVersion
-from miles_hpc.dataflow.source import derive_seed
+from miles_hpc.core.types import SampleStatus, WeightVersion
+from miles_hpc.dataflow.evaluation import Outcome, evaluation_group, score
 from miles_hpc.rollout.engine import EngineSpec, RolloutEngine
 from miles_hpc.rollout.environments.base import Environment
 from miles_hpc.rollout.sampler import Bounds, Played, run_group
@@ -41,7 +39,7 @@ from miles_hpc.rollout.slots import EngineSlots
 from miles_hpc.weights.broadcast import WeightSource
 from miles_hpc.weights.bucket import tensor_bytes
 
-__all__ = ["evaluate_folder", "evaluation_group", "summary"]
+__all__ = ["evaluate_folder", "summary"]
 
 _VERSION = WeightVersion(1, 1)
 _SYNC_S = 600.0
@@ -57,34 +55,14 @@ class _Tensor:
     data: memoryview
 
 
-def evaluation_group(run: RunConfig, number: int) -> GenerateGroup:
-    """Episode `number` of the run's evaluation, as its controller asks for it."""
-    return GenerateGroup(
-        group_id=number,
-        attempt=0,
-        purpose=GroupPurpose.EVAL,
-        prompt=Prompt(
-            environment=run.environment.name,
-            messages=(),
-            seed=derive_seed(run.eval.seed, str(GroupPurpose.EVAL), number),
-        ),
-        n_samples=1,
-        sampling=SamplingParams(
-            max_new_tokens=run.rollout.max_tokens_per_turn, temperature=run.eval.temperature, top_p=1.0
-        ),
-        seed=derive_seed(run.eval.seed, str(GroupPurpose.EVAL), "sampling", number),
-        deadline_s=run.rollout.trajectory_deadline_s,
-    )
-
-
 def evaluate_folder(
     run_dir: str, folder: str, n_episodes: int | None = None, device: str = "cpu", threads: int = 1
 ) -> dict[str, Any]:
-    """Play `n_episodes` (default: the run file's eval.n_episodes) with the model in `folder`, a Hugging Face folder.
+    """Play `n_episodes` prompts (default: the run file's eval.n_episodes) with the Hugging Face model in `folder`.
 
-    Returns mean reward, means by label, numbers of episodes, of truncated ones and of sampled tokens. One failing
-    episode fails the evaluation. Raises UserError for bad input and for a node that can't isolate sandboxes,
-    EngineFailed and IntegrityError.
+    Each prompt is played eval.n_samples_per_eval_prompt times. Returns mean reward, means by label, pass@k, numbers of
+    episodes, of truncated ones and of sampled tokens. One failing episode fails the evaluation. Raises UserError for
+    bad input and for a node that can't isolate sandboxes, EngineFailed and IntegrityError.
     """
     paths = RunPaths(Path(run_dir))
     run, _ = load_prepared(paths.root)
@@ -112,16 +90,16 @@ async def _evaluate(
             )
             room = asyncio.Semaphore(run.rollout.slots_per_engine)
 
-            async def play(number: int) -> tuple[str, Played]:
+            async def play(number: int) -> tuple[str, list[Played]]:
                 group = evaluation_group(run, number)
                 prompt = environment.prompt(group.prompt.seed, split=group.purpose.value)
                 async with room:
-                    (played,) = await run_group(
+                    played = await run_group(
                         msgspec.structs.replace(group, prompt=prompt),
                         tokenizer=tokenizer,
                         environment=environment,
                         sandboxes=sandboxes,
-                        bounds=Bounds(max_turns=run.rollout.max_turns, max_tokens=run.rollout.max_trajectory_tokens),
+                        bounds=Bounds.of(run, group.purpose),
                         lease=lambda: slots.lease(run.control.step_deadline_s),
                     )
                 return prompt.label, played
@@ -130,21 +108,24 @@ async def _evaluate(
                 episodes = [tasks.create_task(play(number)) for number in range(n_episodes)]
     finally:
         await host.close()
-    return summary([task.result() for task in episodes])
+    return summary([task.result() for task in episodes], success_reward=run.eval.success_reward)
 
 
-def summary(episodes: list[tuple[str, Played]]) -> dict[str, Any]:
-    """Labels and episodes in numbers; rewards are averaged over episodes, as in the run's own evaluations."""
-    by_label: dict[str, list[float]] = defaultdict(list)
-    for label, played in episodes:
-        by_label[label].append(played.reward)
-    rewards = [reward for values in by_label.values() for reward in values]
+def summary(prompts: list[tuple[str, list[Played]]], *, success_reward: float) -> dict[str, Any]:
+    """Label and episodes of each prompt in numbers, as in the run's own evaluations. `pass_at` is by k, as text."""
+    scores = score(
+        [[Outcome(p.reward, p.status, label) for p in played] for label, played in prompts],
+        success_reward=success_reward,
+    )
+    episodes = [p for _, played in prompts for p in played]
     return {
-        "episodes": len(rewards),
-        "mean": sum(rewards) / len(rewards),
-        "by_label": {label: sum(values) / len(values) for label, values in sorted(by_label.items())},
-        "truncated": sum(played.status is SampleStatus.TRUNCATED for _, played in episodes),
-        "sampled_tokens": sum(played.record.n_sampled for _, played in episodes),
+        "episodes": len(episodes),
+        "prompts": scores.n,
+        "mean": scores.mean,
+        "by_label": scores.by_label,
+        "pass_at": {str(k): value for k, value in scores.pass_at.items()},
+        "truncated": sum(p.status is SampleStatus.TRUNCATED for p in episodes),
+        "sampled_tokens": sum(p.record.n_sampled for p in episodes),
     }
 
 

@@ -103,7 +103,6 @@ class RolloutHost:
         self._report = report
         self._events = events
         self._on_engines = on_engines
-        self._bounds = Bounds(max_turns=run.rollout.max_turns, max_tokens=run.rollout.max_trajectory_tokens)
         self._environment: Environment = resolve("environment", run.environment.name)(run.environment.options)
         self.sessions = SessionClient()
         # An agent's turns go through the session server, whose templates may be more than append-only.
@@ -120,10 +119,10 @@ class RolloutHost:
 
     # ------------------------------------------------------------------------------------------- engines
 
-    async def add_engine(self, engine: RolloutEngine) -> None:
-        """Take an engine in and announce it. Raises what `describe` raises."""
+    async def add_engine(self, engine: RolloutEngine, *, set_aside: bool = False) -> None:
+        """Take an engine in, `set_aside` for evaluations only, and announce it. Raises what `describe` raises."""
         about = await engine.describe()
-        self.slots.add(engine, slots=about.slots, shape=about.shape, version=about.version)
+        self.slots.add(engine, slots=about.slots, shape=about.shape, version=about.version, set_aside=set_aside)
         self.announce()
 
     def remove_engine(self, name: str) -> None:
@@ -155,7 +154,7 @@ class RolloutHost:
             return Ack()
         if isinstance(message, AbortGroups):
             for group_id in message.group_ids:
-                self._drop((GroupPurpose.TRAIN, group_id))
+                self._drop((message.purpose, group_id))
             return Ack()
         if isinstance(message, SyncWeights):
             return await self._sync(message)
@@ -270,13 +269,14 @@ class RolloutHost:
             tokenizer=self._tokenizer,
             environment=self._environment,
             sandboxes=self._sandboxes,
-            bounds=self._bounds,
-            lease=self._lease,
+            bounds=Bounds.of(self._run, job.purpose),
+            lease=lambda: self._lease(job),
             play_agent=None if self._player is None else self._player.play,
         )
 
-    def _lease(self) -> AbstractAsyncContextManager[RolloutEngine]:
-        return self.slots.lease(self._run.control.step_deadline_s)
+    def _lease(self, job: GenerateGroup) -> AbstractAsyncContextManager[RolloutEngine]:
+        deadline_s = self._run.control.step_deadline_s
+        return self.slots.lease(deadline_s, set_aside=job.set_aside, at_least=job.at_least)
 
     def _engine_failed(self, error: EngineFailed) -> None:
         """An engine that is gone gets nothing more; one that merely refused a request stays."""

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from miles_hpc.core.config import RunConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import DeadlineExpired, MilesError, PeerLost, RemoteError, UserError
 from miles_hpc.core.messages import GenerateGroup
@@ -53,6 +54,7 @@ __all__ = [
     "TrainingRecord",
     "run_group",
     "run_trajectory",
+    "trajectory_name",
 ]
 
 #: Gives an engine with a free generation slot, and takes the slot back at the end.
@@ -78,6 +80,12 @@ class Bounds:
 
     max_turns: int
     max_tokens: int
+
+    @classmethod
+    def of(cls, run: RunConfig, purpose: GroupPurpose) -> Bounds:
+        """Those of a run; an evaluation may have its own number of turns."""
+        max_turns = (run.eval.max_turns if purpose is GroupPurpose.EVAL else 0) or run.rollout.max_turns
+        return cls(max_turns=max_turns, max_tokens=run.rollout.max_trajectory_tokens)
 
 
 class TrainingRecord(Protocol):
@@ -130,6 +138,14 @@ class Played:
 PlayAgent = Callable[[GenerateGroup, int], Awaitable[list[Played]]]
 
 
+def trajectory_name(job: GenerateGroup, index: int) -> str:
+    """Of the trajectory's sandbox and of its session on an engine or a session server.
+
+    With its purpose: ids of training groups and of evaluations overlap, and both are played at once.
+    """
+    return f"{job.purpose.value}-{job.group_id}-{job.attempt}-{index}"
+
+
 async def run_group(
     job: GenerateGroup,
     *,
@@ -176,7 +192,7 @@ async def run_trajectory(
     engine: RolloutEngine | None,
 ) -> Played:
     """One trajectory; without an engine, the episode's demonstration is played."""
-    name = f"g{job.group_id}-{job.attempt}-{index}"
+    name = trajectory_name(job, index)
     seed = derive_seed(job.seed, "trajectory", index)
     record = SessionRecord(tokenizer, job.prompt.messages)
     if record.n_tokens >= bounds.max_tokens:

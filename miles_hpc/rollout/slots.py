@@ -1,7 +1,8 @@
 """Generation slots: room for one trajectory each on the engines of a host, refilled as soon as one ends.
 
 A new session goes to the engine with the smallest share of its slots in use, among those that are alive and hold a
-verified weight version; its turns stay there. Sessions that find no room wait in order of arrival.
+verified weight version; its turns stay there. Sessions that find no room wait in order of arrival. Engines that are set
+aside for evaluations are a pool of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class _Entry:
     slots: int
     shape: ModelShape | None
     version: WeightVersion | None
+    set_aside: bool
     alive: bool = True
     used: int = 0
 
@@ -34,20 +36,39 @@ class _Entry:
         return self.alive and self.version is not None and self.used < self.slots
 
 
+@dataclass
+class _Place:
+    """Somebody who waits for a slot, and on which engines."""
+
+    future: asyncio.Future[_Entry]
+    set_aside: bool
+    at_least: WeightVersion | None
+
+    def fits(self, entry: _Entry) -> bool:
+        new_enough = self.at_least is None or (entry.version is not None and entry.version >= self.at_least)
+        return entry.has_room and entry.set_aside is self.set_aside and new_enough
+
+
 class EngineSlots:
     """The engines of one host and who uses them. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._waiting: deque[asyncio.Future[_Entry]] = deque()
+        self._waiting: deque[_Place] = deque()
 
     # ------------------------------------------------------------------------------------------- engines
 
     def add(
-        self, engine: RolloutEngine, *, slots: int, shape: ModelShape | None, version: WeightVersion | None
+        self,
+        engine: RolloutEngine,
+        *,
+        slots: int,
+        shape: ModelShape | None,
+        version: WeightVersion | None,
+        set_aside: bool = False,
     ) -> None:
         """Take an engine in; one of the same name is replaced (its trajectories fail by themselves)."""
-        self._entries[engine.name] = _Entry(engine, slots, shape, version)
+        self._entries[engine.name] = _Entry(engine, slots, shape, version, set_aside)
         self._hand_out()
 
     def remove(self, name: str) -> None:
@@ -89,7 +110,9 @@ class EngineSlots:
 
     def status(self) -> tuple[EngineStatus, ...]:
         return tuple(
-            EngineStatus(name=name, slots=e.slots, version=e.version, alive=e.alive, shape=e.shape)
+            EngineStatus(
+                name=name, slots=e.slots, version=e.version, alive=e.alive, shape=e.shape, set_aside=e.set_aside
+            )
             for name, e in self._entries.items()
         )
 
@@ -101,37 +124,47 @@ class EngineSlots:
     # ------------------------------------------------------------------------------------------- slots
 
     @asynccontextmanager
-    async def lease(self, deadline_s: float) -> AsyncIterator[RolloutEngine]:
-        """Hold one slot. Waits for one up to `deadline_s`; raises DeadlineExpired."""
-        entry = await self._acquire(Deadline(deadline_s, "waiting for a generation slot"))
+    async def lease(
+        self, deadline_s: float, *, set_aside: bool = False, at_least: WeightVersion | None = None
+    ) -> AsyncIterator[RolloutEngine]:
+        """Hold one slot, on an engine of that pool which holds `at_least` or a newer version.
+
+        Waits for one up to `deadline_s`; raises DeadlineExpired.
+        """
+        place = _Place(asyncio.get_running_loop().create_future(), set_aside, at_least)
+        entry = await self._acquire(place, Deadline(deadline_s, "waiting for a generation slot"))
         try:
             yield entry.engine
         finally:
             entry.used -= 1
             self._hand_out()
 
-    async def _acquire(self, deadline: Deadline) -> _Entry:
-        place: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
+    async def _acquire(self, place: _Place, deadline: Deadline) -> _Entry:
         self._waiting.append(place)
         self._hand_out()
+        future = place.future
         try:
-            return await asyncio.wait_for(asyncio.shield(place), deadline.remaining_s)
+            return await asyncio.wait_for(asyncio.shield(future), deadline.remaining_s)
         except BaseException as error:
-            if place.done():  # handed out just as the wait ended
-                place.result().used -= 1
+            if future.done():  # handed out just as the wait ended
+                future.result().used -= 1
                 self._hand_out()
-            place.cancel()
+            future.cancel()
             if isinstance(error, TimeoutError):
                 raise deadline.error() from None
             raise
 
     def _hand_out(self) -> None:
-        while self._waiting:
-            free = [e for e in self._entries.values() if e.has_room]
-            if not free:
-                return
-            entry = min(free, key=lambda e: e.used / e.slots)
+        waiting = deque[_Place]()
+        while self._waiting and any(e.has_room for e in self._entries.values()):
             place = self._waiting.popleft()
-            if not place.done():
-                entry.used += 1
-                place.set_result(entry)
+            if place.future.done():
+                continue
+            free = [e for e in self._entries.values() if place.fits(e)]
+            if not free:
+                waiting.append(place)
+                continue
+            entry = min(free, key=lambda e: e.used / e.slots)
+            entry.used += 1
+            place.future.set_result(entry)
+        self._waiting.extendleft(reversed(waiting))

@@ -109,7 +109,16 @@ def _summary(trajectory: Trajectory, n_sampled: int) -> TrajectorySummary:
         label=trajectory.label,
         routed_experts=trajectory.routed_experts,
         rollout_id=trajectory.rollout_id,
+        sampled=_sampled(trajectory),
     )
+
+
+def _sampled(trajectory: Trajectory) -> tuple[tuple[WeightVersion, int], ...]:
+    """Sampled tokens by version, oldest first."""
+    counts: dict[WeightVersion, int] = {}
+    for span in trajectory.versions:
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    return tuple(sorted(counts.items()))
 
 
 def _age(version: WeightVersion) -> int:

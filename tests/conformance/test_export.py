@@ -18,7 +18,6 @@ from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import IntegrityError, UserError
 from miles_hpc.core.load import load_prepared
 from miles_hpc.core.paths import RunPaths
-from miles_hpc.core.types import GroupPurpose
 from tests.conformance.training_task import fake_routing, run_world
 from tests.unit.runs import make_run, make_site
 
@@ -180,18 +179,6 @@ def test_evaluated_as_a_side_job(
     assert json.loads(capsys.readouterr().out)["folder"] == told[0]["folder"]
 
 
-def test_episodes_are_those_of_the_run() -> None:
-    """The controller and the side job ask for the same: else their numbers can't be compared."""
-    from miles_hpc.controller.dispatch import Dispatcher
-    from miles_hpc.rollout.evaluate import evaluation_group
-
-    run = _run()
-    asking = Dispatcher.__new__(Dispatcher)
-    asking._run = run
-    for number in (0, 5):
-        assert evaluation_group(run, number) == asking._message(GroupPurpose.EVAL, number, 0)
-
-
 def test_numbers_of_an_evaluation() -> None:
     from types import SimpleNamespace
 
@@ -201,11 +188,16 @@ def test_numbers_of_an_evaluation() -> None:
     def played(reward: float, status: SampleStatus = SampleStatus.COMPLETED) -> Any:
         return SimpleNamespace(reward=reward, status=status, record=SimpleNamespace(n_sampled=3))
 
-    told = summary([("a", played(1.0)), ("b", played(0.0, SampleStatus.TRUNCATED)), ("a", played(0.5))])
+    told = summary(
+        [("a", [played(1.0), played(0.5)]), ("b", [played(0.0, SampleStatus.TRUNCATED), played(0.5)])],
+        success_reward=1.0,
+    )
     assert told == {
-        "episodes": 3,
+        "episodes": 4,
+        "prompts": 2,
         "mean": 0.5,
-        "by_label": {"a": 0.75, "b": 0.0},
+        "by_label": {"a": 0.75, "b": 0.25},
+        "pass_at": {"1": 0.25, "2": 0.5},
         "truncated": 1,
-        "sampled_tokens": 9,
+        "sampled_tokens": 12,
     }

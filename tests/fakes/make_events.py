@@ -2,7 +2,8 @@
 
 The invented run: 12 SFT and 40 RL steps on 1 trainer, 2 rollout and 1 sandbox node; in allocation 1 a rollout node is
 lost; the allocation ends at its time limit two steps past the last checkpoint; after a wait allocation 2 goes back to
-that checkpoint and finishes.
+that checkpoint and finishes. Every 8 RL steps there is an evaluation beside training; that of step 36 is undone with
+its step, and done again.
 
     python -m tests.fakes.make_events RUN_DIR              all of it at once
     python -m tests.fakes.make_events RUN_DIR --live 30    written as if it happened now, within 30 s (to try `watch`)
@@ -21,6 +22,7 @@ from typing import Any
 
 KINDS = ("len", "top", "end", "max", "who", "wlen")
 SFT_STEPS, RL_STEPS, BATCH = 12, 40, 16
+EVAL_INTERVAL = 8  # RL steps
 SAVED_AT, CUT_AT = 34, 36  # steps: the checkpoint that allocation 2 starts from, the last step of allocation 1
 VERSIONS = {"miles_hpc": "0.0.0", "python": "0.0"}
 START = 1_700_000_000.0
@@ -93,7 +95,29 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
 
     def evaluation(term: int, when: str, step: int, mean: float) -> None:
         labels = {k: min(1.0, max(0.0, mean + 0.12 * math.sin(1.7 * i))) for i, k in enumerate(KINDS)}
-        note(term, "evaluation", step=step, when=when, n=96, mean=sum(labels.values()) / len(labels), by_label=labels)
+        mean = sum(labels.values()) / len(labels)
+        beside = when == "during"
+        note(
+            term,
+            "evaluation",
+            step=step,
+            when=when,
+            n=24,
+            n_samples=4,
+            mean=mean,
+            by_label=labels,
+            pass_at={str(k): 1 - (1 - mean) ** k for k in (1, 2, 4)},
+            truncated_ratio=0.05,
+            version=f"{term}.{step}",
+            version_share=0.7 if beside else 1.0,
+            lag_steps=2 if beside else 0,
+            duration_s=3.5,
+        )
+        emit("controller", term, "metric", step=step, values={"eval/shell": mean, "eval/lag_steps": 2.0 * beside})
+
+    def evaluation_beside(term: int, step: int) -> None:
+        if (step - SFT_STEPS) % EVAL_INTERVAL == 0 and step < SFT_STEPS + RL_STEPS:
+            evaluation(term, "during", step, 0.21 + 0.61 * (1 - math.exp(-(step - SFT_STEPS) / 14)))
 
     def windows(term: int, start: float, end: float, busy: dict[str, float]) -> None:
         t = start
@@ -178,6 +202,7 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
     rl_start = clock
     for number in range(SFT_STEPS + 1, CUT_AT + 1):
         step(1, number, number - SFT_STEPS)
+        evaluation_beside(1, number)
         if number == 24:
             verdict(1, "lost", peer="rollout-vm3-0", evidence="no heartbeat for 5.0 s from vm3 (10.0.0.3:40112)")
             for group in (201, 204, 207):
@@ -187,6 +212,7 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
             verdict(1, "joined", peer="rollout-vm3-0")
         if number == 31:
             verdict(1, "dropped", group_id=260, reason="stale: 3 steps behind")
+            verdict(1, "evaluation_skipped", step=31, reason="overflow", evidence="one of step 28 is under way")
         verdict(1, "engine_synced", peer="rollout-vm2-0", version=f"1.{number}")
     shares = {"rollout-vm2-0": 0.86, "rollout-vm3-0": 0.71, "sandbox-vm4-0": 0.35, "trainer-vm1-0": 0.72}
     windows(1, rl_start, clock, shares)
@@ -201,6 +227,7 @@ def events(seed: int = 0) -> Iterator[dict[str, Any]]:
     resumed = clock
     for number in range(SAVED_AT + 1, SFT_STEPS + RL_STEPS + 1):
         step(2, number, number - SFT_STEPS)
+        evaluation_beside(2, number)
     windows(2, resumed, clock, {**shares, "rollout-vm3-0": 0.84})
     evaluation(2, "after", SFT_STEPS + RL_STEPS, 0.82)
     clock += 1

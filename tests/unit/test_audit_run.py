@@ -11,6 +11,7 @@ import pytest
 from checkpoints.journal import (
     BatchFormed,
     Evaluated,
+    EvaluationSkipped,
     GroupDropped,
     GroupOwned,
     GroupSetAside,
@@ -94,6 +95,7 @@ def run(tmp_path: Path) -> Path:
         step(tmp_path, journal, 2, (3, 4), 2)
         step(tmp_path, journal, 3, (6, 7), 2)
         save(tmp_path, journal, 2, 3, 8, ())
+        journal.append(EvaluationSkipped(step=2, reason="cut"))
         journal.append(RunCompleted(step=3), Evaluated(step=3, n=10, mean=0.5))
     return tmp_path
 
@@ -113,6 +115,7 @@ def test_a_sound_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(t["steps_done"], t["steps_on_lineage"], t["torn_bytes"]) for t in seen["terms"]] == [(2, 1, 4), (2, 2, 0)]  # type: ignore[attr-defined]
     assert seen["payloads"] == {"present": 8, "collected": 0}
     assert seen["evaluations"] == [{"step": 3, "n": 10, "mean": 0.5}]
+    assert seen["evaluations_skipped"] == [{"step": 2, "reason": "cut"}]
     assert main([str(run)]) == 0
     text = capsys.readouterr().out
     assert "trained 6/6, lost 0, twice 0" in text

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from checkpoints.journal import (
     BatchFormed,
+    Evaluated,
+    EvaluationBegun,
+    EvaluationSkipped,
     GroupDropped,
     GroupOwned,
     JournalWriter,
@@ -158,6 +161,48 @@ def test_without_reuse_everything_is_sampled_again(tmp_path: Path) -> None:
     _run_to_step_2(tmp_path)
     plan = plan_start(newest_complete(tmp_path / "checkpoints"), read_journals(tmp_path / "journal"), reuse=False)
     assert plan.owned == () and plan.pending == (5,)
+
+
+def test_evaluations_on_record_count_where_their_weights_do(tmp_path: Path) -> None:
+    """Term 1 has a manifest of step 4 and goes on to 6; term 2 continues from 4 and is cut before it saves."""
+    with JournalWriter.create(tmp_path / "journal", TermStarted(term=1, attempt=1)) as journal:
+        journal.append(Evaluated(step=0, n=2, mean=0.1), EvaluationBegun(step=2), EvaluationBegun(step=3))
+        journal.append(EvaluationSkipped(step=3, reason="failed"))
+        manifest = Manifest(
+            run="r",
+            term=1,
+            step=4,
+            attempt=1,
+            lineage=extend_lineage((), 1, 4),
+            counters=Counters(next_group_id=0, sft_steps=4, evaluations=1),
+            journal=JournalPosition(term=1, offset=journal.offset),
+            files={},
+        )
+        folder = tmp_path / "checkpoints" / "step_000004.t000001"
+        folder.mkdir(parents=True)
+        publish_manifest(folder, manifest, lambda: None)
+        # told after the manifest: the evaluation of step 2 stands, those of steps that no manifest has don't
+        journal.append(Evaluated(step=2, n=2, mean=0.2), Evaluated(step=5, n=2, mean=0.9), EvaluationBegun(step=6))
+        journal.append(EvaluationBegun(step=4))
+
+    def plan() -> tuple[set[int], set[int], set[int]]:
+        found = plan_start(newest_complete(tmp_path / "checkpoints"), read_journals(tmp_path / "journal"), reuse=True)
+        return set(found.evaluated), set(found.skipped), set(found.cut)
+
+    assert plan() == ({0, 2}, {3}, {4})
+    started = TermStarted(term=2, attempt=2, base_term=1, base_step=4, base_offset=manifest.journal.offset)
+    with JournalWriter.create(tmp_path / "journal", started) as journal:
+        journal.append(EvaluationBegun(step=4))
+        assert plan() == ({0, 2}, {3}, {4})
+        journal.append(Evaluated(step=4, n=2, mean=0.3), Evaluated(step=5, n=2, mean=0.9))
+        assert plan() == ({0, 2, 4}, {3}, set())
+
+
+def test_without_a_manifest_only_what_the_initial_weights_scored_counts(tmp_path: Path) -> None:
+    with JournalWriter.create(tmp_path, TermStarted(term=1, attempt=1)) as journal:
+        journal.append(Evaluated(step=0, n=2, mean=0.1), Evaluated(step=3, n=2, mean=0.1), EvaluationBegun(step=2))
+    plan = plan_start(None, read_journals(tmp_path), reuse=True)
+    assert (plan.evaluated, plan.skipped, plan.cut) == ({0}, set(), set())
 
 
 def test_concurrent_appends_are_durable_and_in_order(tmp_path: Path) -> None:

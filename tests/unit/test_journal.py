@@ -6,14 +6,18 @@ import threading
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints.frames import frame_of
 from checkpoints.journal import (
     BatchFormed,
     CheckpointPublished,
     Evaluated,
+    EvaluationBegun,
+    EvaluationSkipped,
     GroupDropped,
     GroupOwned,
     GroupSetAside,
@@ -54,7 +58,22 @@ records = st.one_of(
     ),
     st.builds(StepDone, step=ids, version=st.tuples(st.integers(1, 9), st.integers(0, 99))),
     st.builds(CheckpointPublished, step=ids, folder=text),
-    st.builds(Evaluated, step=ids, n=ids, mean=st.floats(0, 1), by_label=st.dictionaries(text, st.floats(0, 1))),
+    st.builds(
+        Evaluated,
+        step=ids,
+        n=ids,
+        mean=st.floats(0, 1),
+        by_label=st.dictionaries(text, st.floats(0, 1)),
+        when=text,
+        n_samples=st.integers(1, 99),
+        pass_at=st.dictionaries(st.integers(1, 64), st.floats(0, 1), max_size=3),
+        version=versions,
+        oldest=versions,
+        newest=versions,
+        version_share=st.none() | st.floats(0, 1),
+    ),
+    st.builds(EvaluationBegun, step=ids),
+    st.builds(EvaluationSkipped, step=ids, reason=text),
     st.builds(RunCompleted, step=ids),
 )
 appends = st.lists(st.lists(records, min_size=1, max_size=3), max_size=5)
@@ -205,3 +224,14 @@ def test_terms_are_read_in_order(tmp_path: Path) -> None:
     read = read_journals(tmp_path)
     assert list(read) == [1, 2, 10, 11]
     assert read[11].started is None
+
+
+def test_records_of_evaluations_from_before_they_said_more_can_be_read(tmp_path: Path) -> None:
+    """As journals of older runs have them: step, n, mean and by_label alone."""
+    old = {"_": "Evaluated", "step": 120, "n": 512, "mean": 0.25, "by_label": {"len": 0.5}}
+    path, _ = written(tmp_path, [])
+    with open(path, "ab") as file:
+        file.write(frame_of(msgspec.msgpack.encode([old])))
+    record = list(read_journal(path).records())[-1]
+    assert record == Evaluated(step=120, n=512, mean=0.25, by_label={"len": 0.5})
+    assert (record.when, record.version, record.n_samples, record.pass_at) == ("", None, 1, {})

@@ -41,7 +41,7 @@ def run_text(body: str) -> str:
         ("[model]\npth = 'x'", "run.toml: unknown key 'model.pth': did you mean 'path'?"),
         ("trian = 1\n[model]", "run.toml: unknown key 'trian': did you mean 'train'?"),
         ("eps_clip = 1\n[model]", "run.toml: unknown key 'eps_clip': did you mean 'train.eps_clip'?"),
-        ("[model]\n[rollout]\nzzzz = 4", "run.toml: unknown key 'rollout.zzzz': expected one of engine, "),
+        ("[model]\n[rollout]\nzzzz = 4", "run.toml: unknown key 'rollout.zzzz': expected one of agent_options, "),
         ("[model]\n[rollout]\nn_steps = 'ten'", "run.toml: 'rollout.n_steps' = \"ten\": expected int, seen str"),
         ("[model]\n[rollout]\nn_steps = 1.5", "run.toml: 'rollout.n_steps' = 1.5: expected int, seen float"),
         ("[model]\n[rollout]\nrouting_replay = 1", "run.toml: 'rollout.routing_replay' = 1: expected bool, seen int"),

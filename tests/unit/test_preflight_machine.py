@@ -144,6 +144,7 @@ def test_logs_and_steps_of_the_newest_attempt(machine: LocalMachine, tmp_path: P
     events.mkdir()
     lines = [{"kind": "metric", "attempt": a, "step": s} for a, s in ((1, 1), (2, 2), (2, 3), (2, 3))]
     lines.append({"kind": "span", "attempt": 2, "step": 9})
+    lines.append({"kind": "metric", "attempt": 2, "step": 0, "values": {"eval/shell": 0.5}})  # trained nothing
     (events / "c.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"kind":"metric","att')
     assert machine.probe("trained_steps", str(tmp_path)).value == 2
 

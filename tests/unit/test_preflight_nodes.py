@@ -242,6 +242,10 @@ def test_the_size_of_a_run_grows_with_what_it_keeps() -> None:
     assert with_reference is not None
     assert with_reference.checkpoint_bytes == size.parameters * 16
     assert run_size(make_run(), {}) is None
+    evaluated = run_size(make_gpu_run(site_with("generic_h100_ib"), "eval.n_episodes=64", "eval.interval=10"), config)
+    assert evaluated is not None
+    assert evaluated.total_files - size.total_files == 12 + 64  # 100 steps: before, after, every 10; one at a time
+    assert evaluated.total_bytes > size.total_bytes
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in data_folder("site_configs").glob("*.toml")))

@@ -81,6 +81,13 @@ def test_headline_numbers(page: Page) -> None:
     assert "Not in this run" not in text
 
 
+def test_every_evaluation_is_in_the_table(page: Page) -> None:
+    text = " ".join(page.text.split())
+    for words in ("pass@4", "beside training", "Evaluation at step 44: ", "24 prompts × 4 episodes", "70 %"):
+        assert words in text, words
+    assert "Evaluation at step 31 skipped (overflow): one of step 28 is under way" in text
+
+
 def test_names_no_host_and_no_address(page: Page) -> None:
     assert not any(host in page.text for host in ("vm1", "vm2", "vm3", "vm4", "10.0.0.3"))
     assert "Lost rollout node 2: no heartbeat for 5.0 s from rollout node 2 (an address)" in page.text

@@ -27,7 +27,7 @@ from miles_hpc.core.messages import (
 )
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.transport import Reply
-from miles_hpc.core.types import SampleStatus, WeightVersion
+from miles_hpc.core.types import GroupPurpose, SampleStatus, WeightVersion
 from miles_hpc.rollout import role
 from miles_hpc.rollout.role import RolloutHost
 from miles_hpc.rollout.sandbox import LocalSandboxes
@@ -287,5 +287,56 @@ def test_routed_experts_have_one_row_fewer_than_tokens(tmp_path: Path) -> None:
             rows = store.read(trajectory.routed_experts)
             tokens = trajectory.tokens.numpy()
             assert np.array_equal(rows, engine.rows(tokens[:-1]))
+
+    play(tmp_path, scene)
+
+
+def test_engines_set_aside_play_evaluations_only_and_both_at_once(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        shared, aside = SolverEngine("e0", s.tokenizer), SolverEngine("e1", s.tokenizer, version=WeightVersion(1, 3))
+        await s.host.add_engine(shared)
+        await s.host.add_engine(aside, set_aside=True)
+        assert [e.set_aside for e in s.host.status().engines] == [False, True]
+        # the same id and attempt, for two purposes: neither its sandboxes nor its sessions may meet the other's
+        await s.host.handle(group(7, n_samples=4))
+        await s.host.handle(group(7, n_samples=4, purpose="eval", set_aside=True, at_least=WeightVersion(1, 3)))
+        done = {d.summary.purpose: d.summary for d in await s.controller.wait(GroupDone, 2)}
+        assert all(t.reward == 1.0 for summary in done.values() for t in summary.trajectories)
+        sampled = {purpose: {v for t in one.trajectories for v, _ in t.sampled} for purpose, one in done.items()}
+        assert sampled == {GroupPurpose.TRAIN: {WeightVersion(1, 0)}, GroupPurpose.EVAL: {WeightVersion(1, 3)}}
+        for t in done[GroupPurpose.EVAL].trajectories:
+            assert sum(n for _, n in t.sampled) == t.n_loss_tokens > 0
+        assert set(shared.ended).isdisjoint(aside.ended)
+
+    play(tmp_path, scene)
+
+
+def test_a_group_waits_for_an_engine_that_is_new_enough(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        engine = SolverEngine("e0", s.tokenizer, version=WeightVersion(1, 4))
+        await s.host.add_engine(engine)
+        await s.host.handle(group(1, n_samples=2, purpose="eval", at_least=WeightVersion(1, 5)))
+        await s.host.handle(group(2, n_samples=2))  # comes later, and needn't wait
+        (first,) = await s.controller.wait(GroupDone)
+        assert first.summary.purpose is GroupPurpose.TRAIN
+        sync = SyncWeights(engine="e0", version=WeightVersion(1, 5), source="here", plan_digest=b"", deadline_s=5)
+        await s.host.handle(sync)
+        second = (await s.controller.wait(GroupDone, 2))[1]
+        assert second.summary.oldest_version == WeightVersion(1, 5)
+
+    play(tmp_path, scene)
+
+
+def test_abort_takes_groups_of_its_purpose_only(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        engine = SolverEngine("e0", s.tokenizer)
+        engine.hang = True
+        await s.host.add_engine(engine)
+        await s.host.handle(group(1))
+        await s.host.handle(group(1, purpose="eval"))
+        await s.host.handle(AbortGroups(group_ids=(1,), reason="test", purpose=GroupPurpose.EVAL))
+        assert s.host.groups_in_flight == 1
+        await s.host.handle(AbortGroups(group_ids=(1,), reason="test"))
+        assert s.host.groups_in_flight == 0
 
     play(tmp_path, scene)

@@ -11,13 +11,14 @@ import pytest
 
 from miles_hpc.core.errors import DeadlineExpired, UserError
 from miles_hpc.core.messages import GenerateGroup, SandboxResult
-from miles_hpc.core.types import ChatMessage, Prompt, SampleStatus, SamplingParams, WeightVersion
+from miles_hpc.core.types import ChatMessage, GroupPurpose, Prompt, SampleStatus, SamplingParams, WeightVersion
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
 from miles_hpc.rollout.sampler import Bounds, EngineFailed, Played, run_group, run_trajectory
 from miles_hpc.rollout.session.tokenizer import ChatTokenizer
 from miles_hpc.rollout.slots import EngineSlots
 from tests.fakes.rollout import group, model_folder
 from tests.fakes.solver_engine import SolverEngine
+from tests.unit.runs import make_run
 
 WIDE = Bounds(max_turns=8, max_tokens=250)
 
@@ -106,7 +107,7 @@ def play(
         return run(main), engine, environment
     finally:
         assert environment.open == set()  # closed on every path
-        assert engine.ended == ["g1-0-0"]
+        assert engine.ended == ["train-1-0-0"]
 
 
 def test_ends_when_the_environment_says_done(tokenizer: ChatTokenizer) -> None:
@@ -164,7 +165,7 @@ def test_an_abort_from_outside_fails_the_attempt(tokenizer: ChatTokenizer) -> No
     engine = SolverEngine("e", tokenizer)
     engine.hang = True
     engine.aborted.set()
-    with pytest.raises(EngineFailed, match="aborted g1-0-0 after 0 tokens"):
+    with pytest.raises(EngineFailed, match="aborted train-1-0-0 after 0 tokens"):
         play(tokenizer, lambda _: "", engine=engine)
 
 
@@ -277,3 +278,10 @@ def test_slots_are_not_lost_when_waiters_are_cancelled(tokenizer: ChatTokenizer)
         assert await _name(slots) == "a"
 
     run(main)
+
+
+def test_an_evaluation_may_have_another_number_of_turns() -> None:
+    run = make_run("rollout.max_turns=4", "eval.max_turns=9", "rollout.max_trajectory_tokens=100")
+    assert Bounds.of(run, GroupPurpose.TRAIN) == Bounds(max_turns=4, max_tokens=100)
+    assert Bounds.of(run, GroupPurpose.EVAL) == Bounds(max_turns=9, max_tokens=100)
+    assert Bounds.of(make_run("rollout.max_turns=4"), GroupPurpose.EVAL).max_turns == 4

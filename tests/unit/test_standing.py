@@ -223,3 +223,34 @@ def test_status_as_json(paths: RunPaths, capsys: pytest.CaptureFixture[str], mon
     assert (told["step"], told["steps"], told["follow_up"]) == (7, 100, None)
     assert told["attempts"][0]["outcome"] is None and told["attempts"][0]["steps"] == 1
     assert told["node_hours"]["source"] == "own events"
+
+
+def test_status_of_evaluations(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the newest three, in words; all of them for programs."""
+    monkeypatch.setenv("PATH", "")
+    log = begin(paths, 1, None)
+    log.note("evaluation", step=0, when="before", n=16, mean=0.125)
+    for step in (2, 4, 6, 8):
+        pass_at = {"1": step / 10, "2": step / 9}
+        log.note("evaluation", step=step, when="during", n=16, n_samples=2, mean=step / 10, pass_at=pass_at)
+    assert main(["status", str(paths.root)]) == 0
+    shown = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("held-out")]
+    assert shown == [
+        "0.125 before RL, over 16 episodes",
+        "0.400 at step 4, over 16 prompts × 2 episodes",
+        "0.600 at step 6, over 16 prompts × 2 episodes",
+        "0.800 at step 8, over 16 prompts × 2 episodes",
+    ]
+    assert main(["status", str(paths.root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["evaluations"]
+    assert [e["step"] for e in told] == [0, 2, 4, 6, 8]
+    assert told[1] == {
+        "when": "during",
+        "step": 2,
+        "mean": 0.2,
+        "n": 16,
+        "n_samples": 2,
+        "pass_at": {"1": 0.2, "2": 2 / 9},
+    }

@@ -48,6 +48,34 @@ def test_steps_that_were_undone_are_told_apart(story: RunStory) -> None:
     assert {s.term for s in story.steps if s.step < 35} == {1}
 
 
+def test_evaluations_make_one_curve_over_what_lasted(story: RunStory) -> None:
+    assert [(e.step, e.when) for e in story.evaluations] == [
+        (12, "before"),
+        (20, "during"),
+        (28, "during"),
+        (36, "during"),
+        (44, "during"),
+        (52, "after"),
+    ]
+    told = [e for e in make_events.events() if e.get("name") == "evaluation" and e["step"] == 36]
+    assert len(told) == 2 and story.evaluations[3].t == told[1]["t"]  # the first one's weights were undone
+    assert story.evaluations[3].title == "at step 36" and story.evaluations[3].size == "24 prompts × 4 episodes"
+    assert sorted(story.evaluations[3].pass_at) == [1, 2, 4]
+    assert not [name for s in story.steps for name in s.values if name.startswith("eval/")]
+    steps, values = story.series("eval/shell")
+    assert steps == [12, 20, 28, 36, 44, 52] and values == [e.mean for e in story.evaluations]
+
+
+def test_an_evaluation_that_was_told_twice_counts_once_and_one_that_was_undone_not_at_all() -> None:
+    def told(t: float, step: int, mean: float) -> dict[str, Any]:
+        return event(t, "note", name="evaluation", step=step, when="during", n=2, mean=mean)
+
+    events = [told(1, 4, 0.1), told(2, 6, 0.2), told(3, 4, 0.3)]
+    assert [(e.step, e.mean) for e in reduce_events(events).evaluations] == [(6, 0.2), (4, 0.3)]
+    undone = [*events, event(4, "verdict", name="rollback", to_step=5)]
+    assert [(e.step, e.mean) for e in reduce_events(undone).evaluations] == [(4, 0.3)]
+
+
 def test_order_of_events_does_not_matter(story: RunStory) -> None:
     shuffled = list(make_events.events())
     random.Random(3).shuffle(shuffled)

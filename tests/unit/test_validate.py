@@ -201,3 +201,31 @@ def test_no_number_may_be_negative_huge_or_nan(key: str) -> None:
 @pytest.mark.parametrize("time", ["30", "5:00", "01:00:00", "1-12", "2-00:30", "7-00:00:00", "UNLIMITED", ""])
 def test_times_that_sbatch_takes(time: str) -> None:
     validate(make_run(f"job.time={time}"), make_site())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("eval.n_episodes=8", "eval.engines_per_host=1"), "at least one engine of a host is for training"),
+        (("eval.interval=5",), "eval.interval = 5, but eval.n_episodes = 0"),
+        (("eval.engines_per_host=1", "rollout.engines_per_host=2"), "they would serve nothing"),
+        (
+            ("eval.n_episodes=8", "eval.engines_per_host=1", "rollout.engines_per_host=2", "eval.max_in_flight=2"),
+            "eval.max_in_flight = 2: expected 1, because engines that serve evaluations only hold one weight version",
+        ),
+    ],
+)
+def test_evaluations_that_could_not_go_on_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(make_run(*overrides), gpu_site())
+    assert message in str(caught.value)
+
+
+def test_agents_do_not_reach_engines_that_are_set_aside() -> None:
+    settings = ("eval.n_episodes=8", "eval.engines_per_host=1", "rollout.engines_per_host=2")
+    with pytest.raises(UserError, match="agents' sessions go to the engines for training alone"):
+        validate(make_run(*settings, "rollout.custom_agent_function_path=agents:play"), gpu_site())
+
+
+def test_evaluations_may_have_engines_of_their_own() -> None:
+    validate(make_run("eval.n_episodes=8", "eval.engines_per_host=1", "rollout.engines_per_host=2"), gpu_site())

@@ -79,6 +79,9 @@ def test_complete_run_in_plain_lines(tmp_path: Path) -> None:
     assert "complete: step 52, 640 groups trained" in text
     assert "lost rollout-vm3-0: no heartbeat" in text
     assert "went back to step 34" in text
+    assert "evaluation before: reward 0.23" in text and "over 24 prompts × 4 episodes" in text
+    assert text.count("evaluation at step 44: reward 0.7") == 1
+    assert "evaluation at step 31 skipped (overflow): one of step 28 is under way" in text
     assert all(c.isprintable() or c == "\n" for c in text)
 
 

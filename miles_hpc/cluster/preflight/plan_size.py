@@ -2,7 +2,7 @@
 
 Checkpoints dominate: weights and AdamW's two moments in float32 (trainer/state.py), one file and one generator state
 per rank, `checkpoint.keep` of them and the one being written. Beside them lie the groups that no manifest covers yet
-(payload and routed experts), and for the whole run an archive per weight version, logs and events.
+(payload and routed experts), and for the whole run an archive per weight version and per evaluation, logs and events.
 """
 
 from __future__ import annotations
@@ -75,12 +75,19 @@ def run_size(run: RunConfig, config: Mapping[str, Any]) -> RunSize | None:
     chosen = int(config.get("num_experts_per_tok") or 0) if rollout.routing_replay else 0
     per_token = _ARCHIVE_BYTES_PER_TOKEN + chosen * int(config["num_hidden_layers"]) * _EXPERT_ID_BYTES
     archive = rollout.n_steps * rollout.rollout_batch_size * group_tokens * _ARCHIVE_BYTES_PER_TOKEN
+    held_out = run.eval
+    evaluations = 2 + (rollout.n_steps // held_out.interval if held_out.interval else 0)
+    evaluations = evaluations if held_out.n_episodes else 0
+    prompt_tokens = held_out.n_samples_per_eval_prompt * rollout.max_trajectory_tokens
+    archive += evaluations * held_out.n_episodes * prompt_tokens * _ARCHIVE_BYTES_PER_TOKEN
 
     processes = 2 + ranks + run.groups.rollout.nodes * (1 + rollout.engines_per_host) + run.groups.sandbox.nodes
     files = (
         kept * (2 * ranks + _FILES_PER_CHECKPOINT)
         + groups * (3 if chosen else 1)  # payload; the array's own file and at least one shard
         + rollout.n_steps
+        + evaluations
+        + held_out.max_in_flight * held_out.n_episodes  # payloads, until an evaluation is over
         + processes * _FILES_PER_PROCESS
     )
     return RunSize(

@@ -201,7 +201,9 @@ def trained_steps(run_dir: str) -> int:
                 event = json.loads(line)
             except ValueError:  # cut off by a kill
                 continue
-            if event.get("kind") == "metric" and event.get("attempt") == int(attempts[-1]):
+            values = event.get("values") or {}
+            evaluated = bool(values) and all(name.startswith("eval/") for name in values)
+            if event.get("kind") == "metric" and event.get("attempt") == int(attempts[-1]) and not evaluated:
                 steps.add(event.get("step"))
     return len(steps)
 
