@@ -18,14 +18,13 @@ Only the controller writes the journal and publishes manifests; both ask the fen
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from checkpoints.journal import JournalWriter, RunCompleted, StepDone
+from checkpoints.journal import JournalWriter, RunCompleted
 from miles_hpc.cluster.lifecycle import should_continue
 from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.cleaning import archive_evaluation
@@ -33,12 +32,12 @@ from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import NO_SPACE, DurableJournal
 from miles_hpc.controller.engines import EngineFleet
 from miles_hpc.controller.evaluation import Evaluations
-from miles_hpc.controller.measure import batch_metrics, sync_metrics
 from miles_hpc.controller.members import Members
-from miles_hpc.controller.recovery import StartPlan, payload_present
+from miles_hpc.controller.recovery import StartPlan, fresh_groups
 from miles_hpc.controller.saving import Checkpoints
-from miles_hpc.controller.schedule import rl_lr, sft_batch, sft_lr
+from miles_hpc.controller.schedule import sft_batch
 from miles_hpc.controller.trainer_calls import TrainerLost, TrainerWorld
+from miles_hpc.controller.training import Training
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
 from miles_hpc.core.errors import FencedError, MilesError, ProtocolError, RemoteError
@@ -52,14 +51,13 @@ from miles_hpc.core.messages import (
     Message,
     RestartHost,
     RestartRole,
+    SaveCheckpoint,
 )
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
 from miles_hpc.core.transport import Credentials, HandlerResult, PeerIdentity
-from miles_hpc.core.types import WeightVersion
-from miles_hpc.dataflow.advantage import trajectory_advantages
-from miles_hpc.dataflow.buffer import Batch, GroupBuffer
-from miles_hpc.dataflow.packing import TrainItem, train_items
+from miles_hpc.dataflow.buffer import GroupBuffer
+from miles_hpc.dataflow.packing import train_items
 from miles_hpc.dataflow.source import PromptSource
 
 __all__ = ["AllocationEnds", "TermLoop"]
@@ -103,7 +101,6 @@ class TermLoop:
         self._remaining_s = remaining_s
         self._term = credentials.identity.term
         self._attempt = credentials.identity.attempt
-        self._step = plan.step
         self._last_step = run.sft.steps + run.rollout.n_steps
         self._journal = DurableJournal(
             journal,
@@ -140,12 +137,7 @@ class TermLoop:
             term=self._term,
             forks=plan.forks,
         )
-        fresh = [
-            g
-            for g in plan.owned
-            if self._buffer.staleness(g, plan.step) <= rollout.max_weight_staleness and payload_present(paths, g)
-        ]
-        self._taken_over = tuple(fresh[: self._buffer.max_admitted])
+        self._taken_over = fresh_groups(plan, paths, self._buffer)
         self._source = PromptSource.resumed(plan.next_group_id, plan.pending, [g.group_id for g in self._taken_over])
         self._dispatch = Dispatcher(run, self._fleet, self._members, self._buffer, self._source, self._journal, events)
         self._evaluations = Evaluations(
@@ -160,6 +152,20 @@ class TermLoop:
             step=lambda: self._step,
             archive=partial(archive_evaluation, paths, fence=self._check_fence),
         )
+        self._training = Training(
+            run,
+            term=self._term,
+            step=plan.step,
+            trained_groups=plan.trained_groups,
+            trainer=self._trainer,
+            buffer=self._buffer,
+            fleet=self._fleet,
+            dispatch=self._dispatch,
+            evaluations=self._evaluations,
+            journal=self._journal,
+            events=events,
+            look=self._check_allocation,
+        )
         self._checkpoints = Checkpoints(
             run,
             paths,
@@ -173,8 +179,11 @@ class TermLoop:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
         self._adopted = False
-        self._step_s = 0.0
-        self._trained_groups = plan.trained_groups
+
+    @property
+    def _step(self) -> int:
+        """Optimizer steps that are done."""
+        return self._training.step
 
     # ------------------------------------------------------------------------------------------ the term
 
@@ -231,7 +240,7 @@ class TermLoop:
         await self._load()
         if self._step < run.sft.steps:
             await self._warm_start()
-        await self._publish_weights()
+        await self._training.publish()
         if when := self._evaluations.before():
             await self._or_ending(self._evaluations.alone(when))
             await self._save(wait=False)
@@ -241,7 +250,7 @@ class TermLoop:
         await self._evaluations.resume()
         while self._step < self._last_step:
             await self._or_ending(self._evaluations.begin())
-            await self._train_one_step()
+            await self._training.rl_step()
             await self._save_if_due(self._step % run.checkpoint.interval_steps == 0 or self._warned.is_set())
         self._dispatch.close()
         await self._or_ending(self._evaluations.settle())
@@ -249,7 +258,7 @@ class TermLoop:
             await self._or_ending(self._evaluations.alone(when))
         await self._save(wait=True)
         await self._journal.append(RunCompleted(step=self._step))
-        self._events.note("run_complete", trained_groups=self._trained_groups, steps=self._step)
+        self._events.note("run_complete", trained_groups=self._training.trained_groups, steps=self._step)
 
     async def _gather(self) -> None:
         """Wait for the trainer and for at least one engine; more may join later."""
@@ -294,90 +303,11 @@ class TermLoop:
             demos = await self._or_ending(self._dispatch.collect(wanted))
         while self._step < sft.steps:
             await self._check_allocation()
-            step = self._step + 1
-            chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, step, self._run.seed)]
-            items = [item for group in chosen for item in train_items(group, [1.0])]
-            await self._optimizer_step(step, "sft", items, sft_lr(sft, step), {})
+            chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, self._step + 1, self._run.seed)]
+            await self._training.sft_step([item for group in chosen for item in train_items(group, [1.0])])
             await self._save_if_due(self._warned.is_set())
 
     # ------------------------------------------------------------------------------------------ RL
-
-    async def _train_one_step(self) -> None:
-        step = self._step + 1
-        started = time.monotonic()
-        with self._events.span("wait_batch", step=step):
-            batch = await self._next_batch()
-        waited_s = time.monotonic() - started
-        train = self._run.train
-        items: list[TrainItem] = []
-        for group in batch.groups:
-            advantages = trajectory_advantages(
-                group, train.advantage_estimator, std_normalization=train.grpo_std_normalization
-            )
-            items += train_items(group, advantages)
-        values = batch_metrics(batch) | sync_metrics(self._fleet.take_records())
-        values["perf/wait_batch_time"] = waited_s
-        values["buffer/live"] = self._buffer.live
-        values["data/dropped_total"] = sum(self._buffer.dropped.values())
-        lr = rl_lr(train, step - self._run.sft.steps)
-        await self._optimizer_step(step, "grpo", items, lr, values, batch=batch, started=started)
-
-    async def _next_batch(self) -> Batch:
-        """The oldest groups that fit under the staleness cap; waits for them."""
-        deadline = Deadline(self._run.control.step_deadline_s, f"waiting for the batch of step {self._step + 1}")
-        while True:
-            await self._check_allocation()
-            self._dispatch.check()
-            self._evaluations.check()
-            batch, records = self._buffer.form_batch(WeightVersion(self._term, self._step))
-            for record in records:
-                reason = getattr(record, "reason", None)
-                if reason is not None:
-                    self._events.verdict("dropped", group_id=getattr(record, "group_id", None), reason=reason)
-            await self._journal.append(*records)
-            self._dispatch.wake()
-            if batch is not None:
-                return batch
-            deadline.check()
-            await self._dispatch.wait_owned(0.5)
-
-    async def _optimizer_step(
-        self,
-        step: int,
-        loss: str,
-        items: list[TrainItem],
-        lr: float,
-        values: dict[str, float],
-        *,
-        batch: Batch | None = None,
-        started: float | None = None,
-    ) -> None:
-        started = time.monotonic() if started is None else started
-        with self._events.span("train_step", step=step):
-            outcome = await self._trainer.train(step, loss, items, lr)
-        self._step = step
-        if batch is not None:
-            await self._journal.append(StepDone(step=step, version=(self._term, step)))
-            self._trained_groups += len(self._buffer.trained(step))
-            began = time.monotonic()
-            await self._publish_weights()
-            values["perf/stage_time"] = time.monotonic() - began
-            self._dispatch.wake()
-        self._step_s = max(0.9 * self._step_s, time.monotonic() - started)
-        values |= outcome.values
-        values |= {
-            "train/lr": lr,
-            "perf/step_time": time.monotonic() - started,
-            "data/trained_groups_total": self._trained_groups,
-        }
-        self._events.metric(step, {k: float(f"{v:.6g}") for k, v in values.items()})
-
-    async def _publish_weights(self) -> None:
-        """Stage the current weights, score the probe batch with them, and let the fleet follow."""
-        await self._evaluations.before_staging(self._step)
-        with self._events.span("stage", step=self._step):
-            staged, probe = await self._trainer.stage(WeightVersion(self._term, self._step))
-        self._fleet.want(staged, probe)
 
     async def _take_over(self) -> None:
         """Groups that earlier terms own already: into the buffer instead of sampling them again."""
@@ -397,32 +327,33 @@ class TermLoop:
     async def _save(self, *, wait: bool) -> None:
         """Start a checkpoint of the current step; with `wait` return when its manifest is published."""
         deadline_s = self._run.control.call_deadline_s
-        with self._events.span("save", step=self._step):
-            await self._checkpoints.settle(Deadline(deadline_s, "waiting for the save before this one"))
-            saved = (self._checkpoints.newest_step, self._checkpoints.newest_evaluations)
-            if saved[0] == self._step:
-                if saved[1] != self._evaluations.count:
-                    await self._checkpoints.amend(self._evaluations.count)
-                return
-            while not self._journal.idle:  # what the manifest says of groups belongs to one journal position
-                await self._journal.flush()
-            taken_over = [] if self._adopted else [g.group_id for g in self._taken_over]
-            pending = sorted({*self._buffer.pending_ids(self._step), *self._source.state.pending, *taken_over})
-            message = self._checkpoints.begin(
-                self._step,
-                next_group_id=self._source.next_group_id,
-                pending=tuple(pending),
-                evaluations=self._evaluations.count,
-                deadline_s=deadline_s,
-            )
+
+        async def send(message: SaveCheckpoint) -> None:
             await self._trainer.call(message, Ack, deadline_s=deadline_s)
-            if wait:
-                await self._checkpoints.settle(Deadline(deadline_s, f"waiting for checkpoint {message.folder}"))
+
+        with self._events.span("save", step=self._step):
+            await self._checkpoints.save(
+                self._step,
+                groups=self._groups_at_stake,
+                evaluations=self._evaluations.count,
+                send=send,
+                deadline_s=deadline_s,
+                wait=wait,
+            )
+
+    def _groups_at_stake(self) -> tuple[int, tuple[int, ...]]:
+        """The next group id, and the ids below it that no step up to the current one has trained or ended."""
+        taken_over = [] if self._adopted else [g.group_id for g in self._taken_over]
+        pending = {*self._buffer.pending_ids(self._step), *self._source.state.pending, *taken_over}
+        return self._source.next_group_id, tuple(sorted(pending))
 
     async def _check_allocation(self) -> None:
         """Drain, save and raise AllocationEnds when one more step and a save don't fit, or when told to."""
         remaining = self._remaining_s()
-        step_s, save_s = 1.5 * self._step_s, 2.0 * self._checkpoints.longest_s  # both vary, and a late save is none
+        step_s, save_s = (
+            1.5 * self._training.step_s,
+            2.0 * self._checkpoints.longest_s,
+        )  # both vary, and a late save is none
         fits = remaining is None or should_continue(remaining, step_s, save_s, _END_MARGIN_S + _DRAIN_S)
         if fits and not self._ending.is_set():
             return

@@ -18,9 +18,9 @@ from checkpoints.manifest import CheckpointFolder, Manifest
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import GroupSummary
-from miles_hpc.dataflow.buffer import summary_of
+from miles_hpc.dataflow.buffer import GroupBuffer, summary_of
 
-__all__ = ["StartPlan", "choose_checkpoint", "payload_present", "plan_start"]
+__all__ = ["StartPlan", "choose_checkpoint", "fresh_groups", "payload_present", "plan_start"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,14 @@ def _with_evaluations(plan: StartPlan, journals: Mapping[int, JournalRead], fork
         return frozenset(step for step, record in recorded.items() if isinstance(record, kind))
 
     return replace(plan, evaluated=steps(Evaluated), skipped=steps(EvaluationSkipped), cut=steps(EvaluationBegun))
+
+
+def fresh_groups(plan: StartPlan, paths: RunPaths, buffer: GroupBuffer) -> tuple[GroupSummary, ...]:
+    """The owned groups that the term takes over: fresh enough, with their payload, as many as there are credits."""
+    fresh = [
+        g for g in plan.owned if buffer.staleness(g, plan.step) <= buffer.max_staleness and payload_present(paths, g)
+    ]
+    return tuple(fresh[: buffer.max_admitted])
 
 
 def payload_present(paths: RunPaths, group: GroupSummary) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -77,6 +77,37 @@ class Checkpoints:
         self.newest_step = plan.step if plan.manifest is not None else -1
         self.newest_evaluations = 0 if plan.manifest is None else plan.manifest.counters.evaluations
         self.longest_s = 1.0
+
+    async def save(
+        self,
+        step: int,
+        *,
+        groups: Callable[[], tuple[int, tuple[int, ...]]],
+        evaluations: int,
+        send: Callable[[SaveCheckpoint], Awaitable[None]],
+        deadline_s: float,
+        wait: bool,
+    ) -> None:
+        """Start a checkpoint of `step` after the one before it; with `wait` return when its manifest is published.
+
+        `groups` tells the next group id and the pending ones, `send` has the trainer write. When the newest checkpoint
+        is of this step already, only the number of evaluations in it is brought up to date. Raises what the save before
+        raised, DeadlineExpired, and what `send` raises.
+        """
+        await self.settle(Deadline(deadline_s, "waiting for the save before this one"))
+        if self.newest_step == step:
+            if self.newest_evaluations != evaluations:
+                await self.amend(evaluations)
+            return
+        while not self._journal.idle:  # what the manifest says of groups belongs to one journal position
+            await self._journal.flush()
+        next_group_id, pending = groups()
+        message = self.begin(
+            step, next_group_id=next_group_id, pending=pending, evaluations=evaluations, deadline_s=deadline_s
+        )
+        await send(message)
+        if wait:
+            await self.settle(Deadline(deadline_s, f"waiting for checkpoint {message.folder}"))
 
     def begin(
         self, step: int, *, next_group_id: int, pending: tuple[int, ...], evaluations: int, deadline_s: float
