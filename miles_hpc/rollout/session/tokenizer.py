@@ -61,6 +61,9 @@ CHARACTER_TEMPLATE = (
 # Stands for an assistant's text while a template is taken apart; no tokenizer or template uses it.
 MARK = "\ue000\ue001\ue000"
 
+# How tokens are spelled that models know as control tokens, whether or not tokenizer.json calls them special.
+_BARRED = re.compile(r"<[|｜].+[|｜]>")
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -73,10 +76,11 @@ _TOKENIZER_FILES = (
 class ChatTokenizer:
     """Tokenizer and chat template of a model folder. Stateless after construction; use from one thread at a time.
 
-    `vocab_size` counts ids including added tokens. `stop_ids` end an assistant turn. `pad_id` falls back to the
-    first stop id. Raises UserError when a file is missing or the template can't be used: it must be append-only,
-    that is, adding messages must never change how earlier ones are rendered. `append_only` False leaves that check to
-    the caller.
+    `vocab_size` counts ids including added tokens. `stop_ids` end an assistant turn. `control_tokens` are the special
+    ones and those that look like it: DeepSeek's <｜User｜> opens a turn, but its tokenizer.json doesn't say so.
+    `pad_id` falls back to the first stop id. Raises UserError when a file is missing or the template can't be used: it
+    must be append-only, that is, adding messages must never change how earlier ones are rendered. `append_only` False
+    leaves that check to the caller.
     """
 
     def __init__(self, folder: Path, *, append_only: bool = True) -> None:
@@ -92,8 +96,13 @@ class ChatTokenizer:
         self.special_tokens: tuple[str, ...] = tuple(
             t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special
         )
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.control_tokens: tuple[str, ...] = tuple(
+            t.content
+            for t in self._tokenizer.get_added_tokens_decoder().values()
+            if t.special or _BARRED.fullmatch(t.content)
+        )
+        longest_first = sorted(self.control_tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(settings)
         pad = self._tokenizer.token_to_id(self._template_variables["pad_token"] or "")
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
@@ -136,8 +145,8 @@ class ChatTokenizer:
             raise UserError(f"chat template of {self.folder} refuses messages [{roles}]: {error}") from error
 
     def plain(self, text: str) -> str:
-        """`text` without spellings of special tokens: what an environment says must not open or close turns."""
-        while (shorter := self._special.sub("", text)) != text:  # removing one may join another
+        """`text` without spellings of control tokens: what an environment says must not open or close turns."""
+        while (shorter := self._control.sub("", text)) != text:  # removing one may join another
             text = shorter
         return text
 
