@@ -38,6 +38,7 @@ from tools.fuzz_session.templates import STYLES, folder_template, style_folder
 from tools.fuzz_session.world import Played, World
 
 _MATCHERS = ("strict", "loose_tool_call", "role_content_only")
+_TELL_S = 60.0  # between words on stderr of how far it is
 
 
 def fuzz(turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamily]) -> dict[str, Any]:
@@ -51,8 +52,12 @@ def fuzz(turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamil
         named |= {folder.name: (folder, family) for folder, family in folders.items()}
         played = {name: Played(folder_template(*one)[1], Oracle(*one)) for name, one in named.items()}
     tallies = {name: Tally() for name in played}
-    sessions = 0
-    while sum(tally.turns for tally in tallies.values()) < turns:
+    done = sessions = 0
+    told = began
+    while done < turns:
+        if time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            print(f"{done} of {turns} turns after {told - began:.0f} s", file=sys.stderr, flush=True)
         name = min(tallies, key=lambda one: tallies[one].turns)
         rng = Random(f"{seed}-{sessions}")
         kind, matcher = rng.choice(("linear", "tree")), rng.choice(_MATCHERS)
@@ -62,10 +67,11 @@ def fuzz(turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamil
         except Violation as error:
             raise Violation(f"seed {seed}, session {sessions}, {name}, {kind}, {matcher}: {error}") from error
         tallies[name].add(world)
+        done += world.notes.turns
         sessions += 1
     return {
         "templates": {name: tally.row() for name, tally in tallies.items()},
-        "turns": sum(tally.turns for tally in tallies.values()),
+        "turns": done,
         "sessions": sessions,
         "mismatches": 0,  # the first one ends the run
         "seed": seed,
