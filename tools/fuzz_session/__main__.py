@@ -1,6 +1,6 @@
 """Sessions against a client that bends its history and an engine that samples anything.
 
-    python -m tools.fuzz_session [--turns 1000000] [--seed 0] [--styles chatml,headers] [--json]
+    python -m tools.fuzz_session [--turns 1000000] [--seconds S] [--seed 0] [--styles chatml,headers] [--json]
         [--folder MODEL_FOLDER[:CHAT_FAMILY] ...]        e.g. models/tokenizers/qwen3:qwen3 (tools/fetch_tokenizers)
 
 | what varies | how |
@@ -41,8 +41,10 @@ _MATCHERS = ("strict", "loose_tool_call", "role_content_only")
 _TELL_S = 60.0  # between words on stderr of how far it is
 
 
-def fuzz(turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamily]) -> dict[str, Any]:
-    """Play sessions until `turns` turns are recorded, evenly over styles and folders.
+def fuzz(
+    turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamily], *, seconds: float = float("inf")
+) -> dict[str, Any]:
+    """Play sessions until `turns` turns are recorded or so much time is over, evenly over styles and folders.
 
     Raises Violation, whose text names template, kind and seed; UserError for a folder that can't be used.
     """
@@ -50,11 +52,11 @@ def fuzz(turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamil
     with tempfile.TemporaryDirectory() as temporary:
         named = {style: style_folder(style, Path(temporary) / style) for style in styles}
         named |= {folder.name: (folder, family) for folder, family in folders.items()}
-        played = {name: Played(folder_template(*one)[1], Oracle(*one)) for name, one in named.items()}
+        played = {name: _played(*one) for name, one in named.items()}
     tallies = {name: Tally() for name in played}
     done = sessions = 0
     told = began
-    while done < turns:
+    while done < turns and time.monotonic() - began < seconds:
         if time.monotonic() - told > _TELL_S:
             told = time.monotonic()
             print(f"{done} of {turns} turns after {told - began:.0f} s", file=sys.stderr, flush=True)
@@ -75,8 +77,15 @@ def fuzz(turns: int, seed: int, styles: list[str], folders: dict[Path, ChatFamil
         "sessions": sessions,
         "mismatches": 0,  # the first one ends the run
         "seed": seed,
+        "asked_turns": turns,
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def _played(folder: Path, family: ChatFamily) -> Played:
+    _, template = folder_template(folder, family)
+    oracle = Oracle(folder, family)
+    return Played(template, oracle, oracle.split_texts(Random(0)))
 
 
 def _folder(text: str) -> tuple[Path, ChatFamily]:
@@ -89,6 +98,7 @@ def _folder(text: str) -> tuple[Path, ChatFamily]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fuzz_session", description="Fuzz the session core.")
     parser.add_argument("--turns", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, however many turns it were")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--styles", default=",".join(STYLES), help="comma-separated, may be empty: %(default)s")
     parser.add_argument(
@@ -107,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not styles and not options.folder:
         parser.error("neither styles nor folders: expected some")
     try:
-        result = fuzz(options.turns, options.seed, styles, dict(options.folder))
+        result = fuzz(options.turns, options.seed, styles, dict(options.folder), seconds=options.seconds)
     except Violation as error:
         print(f"violated: {error}", file=sys.stderr)
         return 1

@@ -13,14 +13,19 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from miles_hpc.rollout.session.template import ChatFamily
 
-__all__ = ["Impossible", "Oracle"]
+__all__ = ["WORDS", "Impossible", "Oracle"]
 
 _SAID = "said 0"
+#: What texts are made of.
+WORDS = ("then", "the tool", "user", '{"a": 1}', "\n\n", "  ", "a file", "naïve", "日本", "😀", "<think>", "12345")
+_SPLIT_TEXTS = 2000
 _COMPARED = 50  # of so many renderings, one is compared with transformers' own
 _SAMPLE_TALK = [
     {"role": "user", "content": "a"},
@@ -75,6 +80,16 @@ class Oracle:
     def canonical(self, ids: Sequence[int]) -> bool:
         """Whether the tokenizer would split the text of these tokens in the same way."""
         return self.encode(self.decode(ids)) == list(ids)
+
+    def split_texts(self, rng: Random) -> list[list[int]]:
+        """Texts that a model might write, cut at random and tokenised piece by piece."""
+        made = []
+        for _ in range(_SPLIT_TEXTS):
+            words = rng.choices(WORDS, k=rng.randint(1, 4))
+            text = " ".join([*words, f'<tool_call>{{"name": "run{rng.random()}"}}'])
+            cuts = sorted({0, len(text), *(rng.randint(0, len(text)) for _ in range(rng.randint(0, 4)))})
+            made.append([i for start, end in pairwise(cuts) for i in self.encode(text[start:end])])
+        return made
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as it must be rendered: nothing spelled out, no content as "" (null where the family says so)."""

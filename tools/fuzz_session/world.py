@@ -26,13 +26,12 @@ from miles_hpc.rollout.session.matching import load_matcher
 from miles_hpc.rollout.session.template import HuggingFaceTemplate
 from tools.fuzz_session.bending import as_sent, change, vary
 from tools.fuzz_session.notes import Item, Note, Notes, Violation, same
-from tools.fuzz_session.oracle import Impossible, Oracle
+from tools.fuzz_session.oracle import WORDS, Impossible, Oracle
 
 __all__ = ["Played", "World"]
 
 _TOOLS = [{"type": "function", "function": {"name": "run", "description": "runs", "parameters": {"type": "object"}}}]
 _OTHER_TOOLS = [{"type": "function", "function": {"name": "ask", "description": "asks", "parameters": {}}}]
-_WORDS = ("then", "the tool", "user", '{"a": 1}', "\n\n", "  ", "a file", "naïve", "日本", "😀", "<think>", "12345")
 _MALFORMED: tuple[Any, ...] = (
     {"role": "critic", "content": "x"},
     {"content": "x"},
@@ -48,6 +47,7 @@ class Played:
 
     template: HuggingFaceTemplate
     oracle: Oracle
+    split_texts: list[list[int]]
 
 
 class World:
@@ -55,6 +55,7 @@ class World:
 
     def __init__(self, rng: Random, played: Played, kind: str, matcher: str) -> None:
         self.rng, self.template, self.oracle = rng, played.template, played.oracle
+        self.split_texts = played.split_texts
         self.kind, self.matcher = kind, matcher
         rule = load_matcher(matcher)
         self.notes = Notes(kind, max_rollback=rng.choice((0, 1, 1, 2)), max_turns=rng.choice((5, 1024, 1024)))
@@ -221,7 +222,7 @@ class World:
     def _sample(self) -> Generation:
         """Any tokens: broken UTF-8, splits that no tokenizer makes. Ends in every way that an engine has."""
         rng = self.rng
-        ids = self._any_tokens() if rng.random() < 0.5 else self._split_text()
+        ids = self._any_tokens() if rng.random() < 0.5 else list(rng.choice(self.split_texts))
         reason = FinishReason.STOP
         kind = rng.random()
         if kind < 0.88 or not ids:
@@ -244,13 +245,6 @@ class World:
 
     def _any_tokens(self) -> list[int]:
         return [self.rng.choice(self.oracle.ordinary) for _ in range(self.rng.randint(0, 12))]
-
-    def _split_text(self) -> list[int]:
-        """A text that a model might write, cut at random and tokenised piece by piece."""
-        rng = self.rng
-        text = " ".join([*rng.choices(_WORDS, k=rng.randint(1, 4)), f'<tool_call>{{"name": "run{rng.random()}"}}'])
-        cuts = sorted({0, len(text), *(rng.randint(0, len(text)) for _ in range(rng.randint(0, 4)))})
-        return [i for start, end in pairwise(cuts) for i in self.oracle.encode(text[start:end])]
 
     def _reply(self) -> dict[str, Any]:
         """What the client is told; nothing ties it to the tokens."""
@@ -299,7 +293,7 @@ class World:
     def _text(self) -> str:
         """No two are the same. Some spell what opens and closes turns."""
         self.keys += 1
-        words = self.rng.choices(_WORDS, k=self.rng.randint(0, 4))
+        words = self.rng.choices(WORDS, k=self.rng.randint(0, 4))
         if self.rng.random() < 0.1:
             spelled = self.rng.choice(self.oracle.spelled)
             words.append(self.rng.choice((spelled, f"{spelled[:3]}{spelled}{spelled[3:]}")))
