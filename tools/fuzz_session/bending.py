@@ -51,7 +51,10 @@ def as_sent(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def change(rng: Random, message: dict[str, Any], matcher: str) -> dict[str, Any]:
-    """Another message, which `matcher` must tell from `message`. Arguments stay objects."""
+    """Another message, which `matcher` must tell from `message` and, if reasoning isn't pruned, from all others.
+    Arguments stay objects.
+    """
+    mark = f"!{rng.random()}"
     other = copy.deepcopy(message)
     choices = ["content"]
     if matcher != "role_content_only":
@@ -61,16 +64,20 @@ def change(rng: Random, message: dict[str, Any], matcher: str) -> dict[str, Any]
             choices += ["arguments", "name"]
     kind = rng.choice(choices)
     if kind == "content":
-        other["content"] = (other["content"] or "") + "!"
+        other["content"] = (other["content"] or "") + mark
     elif kind == "reasoning":
         thought = other.get("reasoning_content") or ""
         # Pruned reasoning is another message to the strict matcher only.
-        other["reasoning_content"] = "" if thought and matcher == "strict" and rng.random() < 0.5 else thought + "!"
+        other["reasoning_content"] = "" if thought and matcher == "strict" and rng.random() < 0.5 else thought + mark
     elif kind == "arguments":
         function = rng.choice(other["tool_calls"])["function"]
-        function["arguments"] = {**function["arguments"], rng.choice(("n", "more")): rng.choice((10, "1", True))}
+        function["arguments"] = {
+            **function["arguments"],
+            rng.choice(("n", "more")): rng.choice((10, "1", True)),
+            "mark": mark,
+        }
     else:
-        rng.choice(other["tool_calls"])["function"]["name"] += "2"
+        rng.choice(other["tool_calls"])["function"]["name"] += mark
     return other
 
 

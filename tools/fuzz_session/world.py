@@ -67,6 +67,7 @@ class World:
         )
         self.tools: list[Any] = rng.choice(([], _TOOLS))
         self.keys = 0
+        self.changes: dict[int, list[Item]] = {}  # made of the message with that key
         self.split_anew = 0  # recorded turns whose tokens aren't the tokenizer's own
         self.refused: Counter[int] = Counter()
 
@@ -140,7 +141,7 @@ class World:
         items = list(base.items)
         if rng.random() < 0.06:
             at = rng.randrange(len(items))
-            items[at] = self._item(change(rng, items[at].message, self.matcher))
+            items[at] = self._changed(items[at])
         calls = items[-1].message.get("tool_calls")
         if calls and rng.random() < 0.9:
             for call in calls:
@@ -285,6 +286,16 @@ class World:
             raise Violation(f"samples of at most {bound} tokens, expected status 422")
 
     # ------------------------------------------------------------------------------------------- details
+
+    def _changed(self, item: Item) -> Item:
+        """Another message in this one's place. Reasoning that is pruned twice gives the same message twice."""
+        message = change(self.rng, item.message, self.matcher)
+        known = self.changes.setdefault(item.key, [])
+        found = next((one for one in known if one.message == message), None)
+        if found is None:
+            found = self._item(message)
+            known.append(found)
+        return found
 
     def _item(self, message: dict[str, Any]) -> Item:
         self.keys += 1
