@@ -152,4 +152,4 @@ def _check(settings: SessionSettings, tokenizer: ChatTokenizer) -> None:
         raise UserError(
             f"sessions.chat_family={settings.chat_family!r}: expected one of {', '.join(sorted(CHAT_FAMILIES))}"
         )
-    HuggingFaceTemplate(tokenizer, CHAT_FAMILIES[settings.chat_family])
+    HuggingFaceTemplate(tokenizer, CHAT_FAMILIES[settings.chat_family]).check()
