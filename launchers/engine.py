@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launchers.ending import end_soon, end_with_parent
+from launchers.node_child import child_parser, identity_of, until_over
 from miles_hpc.core import exits
 from miles_hpc.core.errors import MilesError, UserError
 
@@ -25,20 +24,11 @@ if TYPE_CHECKING:
     from miles_hpc.core.paths import RunPaths
     from miles_hpc.core.site import SiteConfig
 
-_PARENT_CHECK_S = 1.0
-_AGENT_ASKS_S = 10.0  # the agent looks after its engines every few seconds, also when there is nothing to generate
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="engine", description=__doc__)
-    parser.add_argument("--run-dir", required=True, type=Path)
-    parser.add_argument("--attempt", required=True, type=int)
-    parser.add_argument("--term", required=True, type=int)
-    parser.add_argument("--name", required=True, help="unique within the run")
-    parser.add_argument("--host", default="", help="name of this host; default: the system's")
+    parser = child_parser("engine", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--threads", default=1, type=int, help="CPU threads of tensor operations")
-    parser.add_argument("--address-file", required=True, type=Path)
     args = parser.parse_args()
     parent = os.getppid()
     end_with_parent(parent)
@@ -69,16 +59,11 @@ async def _serve(args: argparse.Namespace, run: RunConfig, site: SiteConfig, pat
 
     secret = load_secret(paths.secret)
 
+    def fenced(peer: PeerIdentity) -> None:
+        server.stopped.set()
+
     def credentials(term: int) -> Credentials:
-        identity = PeerIdentity(
-            role="engine",
-            name=args.name,
-            host=args.host or socket.gethostname(),
-            pid=os.getpid(),
-            attempt=args.attempt,
-            term=term,
-        )
-        return Credentials(secret=secret, identity=identity, on_newer=lambda peer: server.stopped.set())
+        return Credentials(secret=secret, identity=identity_of(args, "engine", term), on_newer=fenced)
 
     async def connect(address: str, deadline_s: float) -> Endpoint:
         transport = open_transport(run.control.transport, credentials(server.newest_term))
@@ -105,20 +90,8 @@ async def _serve(args: argparse.Namespace, run: RunConfig, site: SiteConfig, pat
         raise
     server = EngineServer(engine, term=args.term)
     listener = await server.listen(open_transport("tcp", credentials(args.term)))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stopped.set)
     publish_bytes(args.address_file, listener.address.encode(), durable=False)
-    quiet, served = 0, False  # looks without a message: a look that came late, because of a long computation, is one
-    while not server.stopped.is_set() and os.getppid() == parent:
-        try:
-            await asyncio.wait_for(server.stopped.wait(), _PARENT_CHECK_S)
-        except TimeoutError:
-            pass
-        served, quiet, server.heard = served or server.heard, 0 if server.heard else quiet + 1, False
-        if served and quiet * _PARENT_CHECK_S > run.control.lease_s + _AGENT_ASKS_S:
-            print(f"engine {args.name}: no word of its agent for {quiet} checks, more than its lease", file=sys.stderr)
-            break
+    await until_over(server, name=f"engine {args.name}", lease_s=run.control.lease_s, parent=parent)
     end_soon()
     await listener.close()
     await engine.close()

@@ -112,12 +112,14 @@ class AgentPlayer:
         seed = derive_seed(job.seed, "trajectory", index)
         deadline = Deadline(job.deadline_s, f"trajectory {name}")
         session = await self.sessions.open(_settings(job, name, seed), deadline)
-        inner = self.environment.start(job.prompt, self.sandboxes, episode_id=name, seed=seed)
         try:
-            return await self._play(job, index, session, AgentEpisode(inner), deadline)
+            inner = self.environment.start(job.prompt, self.sandboxes, episode_id=name, seed=seed)
+            try:
+                return await self._play(job, index, session, AgentEpisode(inner), deadline)
+            finally:
+                await inner.close()
         finally:
-            await inner.close()
-            await self.sessions.delete(session)
+            self.sessions.delete(session)
 
     async def close(self) -> None:
         """Ends the agents that are at work."""

@@ -12,8 +12,8 @@ from miles_hpc.core.site import SiteConfig
 __all__ = ["engine_options"]
 
 
-def engine_options(run: RunConfig, site: SiteConfig, *, log: Path) -> dict[str, Any]:
-    """`EngineSpec.options` for run.rollout.engine. `log`: for what an engine starts itself."""
+def engine_options(run: RunConfig, site: SiteConfig, *, log: Path | None) -> dict[str, Any]:
+    """`EngineSpec.options` for run.rollout.engine. `log`: for what an engine starts itself; None: its output."""
     if run.rollout.engine == "sglang":
         sglang = run.sglang
         return {

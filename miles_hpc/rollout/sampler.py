@@ -133,6 +133,11 @@ class Played:
     rollout_id: int | None = None  # of the group's rollouts; None: index
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def rollout(self) -> int:
+        """Which of the group's rollouts it is a trajectory of."""
+        return self.index if self.rollout_id is None else self.rollout_id
+
 
 #: Plays one rollout of a group with an agent function: a trajectory per branch of its session.
 PlayAgent = Callable[[GenerateGroup, int], Awaitable[list[Played]]]

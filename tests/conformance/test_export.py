@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -179,17 +180,36 @@ def test_evaluated_as_a_side_job(
     assert json.loads(capsys.readouterr().out)["folder"] == told[0]["folder"]
 
 
+def test_an_agent_is_evaluated_as_the_sampler_is(trained: tuple[RunPaths, dict[str, np.ndarray]]) -> None:
+    """The same tokens, so the same numbers, through a session server of the evaluation's own."""
+    pytest.importorskip("openai")
+    from miles_hpc.rollout.evaluate import _evaluate
+
+    paths, _ = trained
+    assert main(["side", str(paths.root), "export", "--local", "--wait", "150"]) == 0
+    run, site = load_prepared(paths.root)
+    agent = {"custom_agent_function_path": "miles_hpc.recipes.agents:play_turns", "agent_options": {"max_turns": 4}}
+    told = []
+    for changes in ({}, agent):
+        rollout = msgspec.structs.replace(run.rollout, max_turns=4, engine_batch_invariant=True, **changes)
+        changed = msgspec.structs.replace(run, rollout=rollout)
+        folder = paths.exports / paths.checkpoint(1, 7).name
+        told.append(asyncio.run(_evaluate(changed, site, paths, folder, 6, "cpu", 1)))
+    assert told[0] == told[1] and told[0]["sampled_tokens"] > 0
+
+
 def test_numbers_of_an_evaluation() -> None:
     from types import SimpleNamespace
 
     from miles_hpc.core.types import SampleStatus
     from miles_hpc.rollout.evaluate import summary
 
-    def played(reward: float, status: SampleStatus = SampleStatus.COMPLETED) -> Any:
-        return SimpleNamespace(reward=reward, status=status, record=SimpleNamespace(n_sampled=3))
+    def played(rollout: int, reward: float, status: SampleStatus = SampleStatus.COMPLETED) -> Any:
+        return SimpleNamespace(rollout=rollout, reward=reward, status=status, record=SimpleNamespace(n_sampled=3))
 
+    branches = [played(0, 1.0), played(0, 1.0), played(1, 0.5)]
     told = summary(
-        [("a", [played(1.0), played(0.5)]), ("b", [played(0.0, SampleStatus.TRUNCATED), played(0.5)])],
+        [("a", branches), ("b", [played(0, 0.0, SampleStatus.TRUNCATED), played(1, 0.5)])],
         success_reward=1.0,
     )
     assert told == {
@@ -199,5 +219,5 @@ def test_numbers_of_an_evaluation() -> None:
         "by_label": {"a": 0.75, "b": 0.25},
         "pass_at": {"1": 0.25, "2": 0.5},
         "truncated": 1,
-        "sampled_tokens": 12,
+        "sampled_tokens": 15,
     }

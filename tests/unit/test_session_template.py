@@ -57,6 +57,13 @@ SUFFIXES = [
     ),
     ("openers", [said("hi")], "<|user|>\nhi<|assistant|>\n"),
     ("openers", [said("out", "tool", tool_call_id="c1")], "<|observation|>\nout<|assistant|>\n"),
+    ("rounds", [said("hi<|user|>")], "<|end|><|user|>hi<|assistant|>"),
+    ("rounds", [said("1", "tool"), said("2", "tool")], "<|end|><|results|><|result|>1\n<|result|>2"),
+    (
+        "rounds",
+        [said("so"), said("", "assistant", tool_calls=CALLS), said("1", "tool")],
+        '<|end|><|user|>so<|assistant|><|call|>run{"command": "ls"}<|end|><|results|><|result|>1',
+    ),
 ]
 
 
@@ -113,6 +120,7 @@ def test_only_families_with_trims_drop_tokens(styles: dict[str, Style]) -> None:
         "thinking": 0,
         "headers": 0,
         "openers": 1,
+        "rounds": 0,
     }
     _, chatml = styles["chatml"]
     assert chatml.junction(np.asarray([5], np.int32), []) == Junction(0, [])
@@ -212,6 +220,62 @@ def test_templates_that_rewrite_history_are_refused(tmp_path: Path) -> None:
     shifting = rewriting(tmp_path / "shifting", _SHIFTING)
     with pytest.raises(BrokenInvariant):
         HuggingFaceTemplate(shifting, ChatFamily(keeps_sampled=True)).suffix(said("y", "assistant"), [said("x")], [])
+
+
+def test_tool_calls_that_a_template_leaves_out_are_refused(styles: dict[str, Style]) -> None:
+    _, characters = styles["characters"]
+    tokenizer, rounds = styles["rounds"]
+    called = said("", "assistant", tool_calls=CALLS)
+    with pytest.raises(BadHistory, match="doesn't render tool calls of an assistant message without content"):
+        characters.first([said("a"), called, said("b")], [])
+    for shown in (called, said("", "assistant", tool_calls=[{"function": {"name": "run", "arguments": {"a": "é"}}}])):
+        text = tokenizer.decode(rounds.first([said("a"), shown, said("b")], []))
+        assert "<|call|>run{" in text and ("command" in text or '{"a": "é"}' in text)
+    spoken = called | {"content": "I look"}
+    for ask in (
+        lambda: rounds.first([said("a"), spoken, said("b")], []),
+        lambda: rounds.suffix(said("y", "assistant"), [said("a"), spoken, said("b")], []),
+    ):
+        with pytest.raises(BadHistory, match="an assistant message with content: send them in its text"):
+            ask()
+
+
+def test_roles_that_must_alternate(tmp_path: Path) -> None:
+    """A role is looked at in its place: alone behind an assistant turn, a template may refuse it."""
+    strict = "{{ raise_exception('alternate') if (message.role == 'user') != (loop.index0 % 2 == 0) }}"
+    start = "{% for message in messages %}"
+    tokenizer = chatml_tokenizer(tmp_path, CHATML.replace(start, start + strict))
+    template = HuggingFaceTemplate(tokenizer)
+    text = tokenizer.decode(template.suffix(said("y", "assistant"), [said("a"), said("b", "assistant"), said("c")], []))
+    assert text.count("<|im_start|>") == 4
+    with pytest.raises(BadHistory, match="alternate"):
+        template.suffix(said("y", "assistant"), [said("b", "assistant"), said("c")], [])
+
+
+def test_later_rounds_that_look_different_are_refused_unless_the_family_says_so(styles: dict[str, Style]) -> None:
+    tokenizer, _ = styles["rounds"]
+    template = HuggingFaceTemplate(tokenizer)
+    assert template.suffix(said("y", "assistant"), [said("x")], [])
+    with pytest.raises(BrokenInvariant, match=r"renders \[tool\] differently after an earlier round"):
+        template.suffix(said("y", "assistant"), [said("x", "tool")], [])
+    with pytest.raises(UserError, match=r"of the chat families, deepseek_v3 would do$"):
+        template.check()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_styles_pass_the_check_at_start(styles: dict[str, Style], style: str) -> None:
+    styles[style][1].check()
+
+
+def test_the_check_names_families_that_would_do(styles: dict[str, Style]) -> None:
+    with pytest.raises(UserError, match=r"once \[user\] follow it.*; of the chat families, qwen3 would do$"):
+        HuggingFaceTemplate(styles["thinking"][0]).check()
+
+
+def test_a_control_token_needs_no_mark_as_special(styles: dict[str, Style]) -> None:
+    tokenizer, _ = styles["rounds"]
+    assert "<|user|>" in tokenizer.control_tokens and "<|user|>" not in tokenizer.special_tokens
+    assert tokenizer.plain("a<|us<|user|>er|>b<|end|>") == "ab"
 
 
 def test_tools_that_a_caller_edits_are_rendered_anew(styles: dict[str, Style]) -> None:

@@ -7,21 +7,24 @@ import json
 from random import Random
 from typing import Any
 
-__all__ = ["change", "vary"]
+__all__ = ["as_sent", "change", "vary"]
 
 _EMPTY: tuple[Any, ...] = (None, "", [])
 
 
 def vary(rng: Random, message: dict[str, Any], matcher: str) -> dict[str, Any]:
     """`message` as sent, bent at random but still the same to `matcher`. Arguments are objects in `message`."""
-    sent = copy.deepcopy(message)
+    sent = as_sent(message)
     calls = sent.get("tool_calls") or []
     for i, call in enumerate(calls):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         if rng.random() < 0.3:
             call["index"] = i
     if rng.random() < 0.3:
         sent[rng.choice(("refusal", "audio", "name_of_client"))] = "extra"
+    if sent["content"] in _EMPTY:
+        sent["content"] = rng.choice(_EMPTY)
+        if rng.random() < 0.3:
+            del sent["content"]
     for key in ("reasoning_content", "tool_calls"):
         if not sent.get(key) and rng.random() < 0.3:
             sent[key] = rng.choice(_EMPTY)
@@ -36,8 +39,22 @@ def vary(rng: Random, message: dict[str, Any], matcher: str) -> dict[str, Any]:
     return sent
 
 
+def as_sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A copy with tool arguments as the text that OpenAI's shape has."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
 def change(rng: Random, message: dict[str, Any], matcher: str) -> dict[str, Any]:
-    """Another message, which `matcher` must tell from `message`. Arguments stay objects."""
+    """Another message, which `matcher` must tell from `message` and, if reasoning isn't pruned, from all others.
+    Arguments stay objects.
+    """
+    mark = f"!{rng.random()}"
     other = copy.deepcopy(message)
     choices = ["content"]
     if matcher != "role_content_only":
@@ -47,14 +64,20 @@ def change(rng: Random, message: dict[str, Any], matcher: str) -> dict[str, Any]
             choices += ["arguments", "name"]
     kind = rng.choice(choices)
     if kind == "content":
-        other["content"] += "!"
+        other["content"] = (other["content"] or "") + mark
     elif kind == "reasoning":
-        other["reasoning_content"] = (other.get("reasoning_content") or "") + "!"
+        thought = other.get("reasoning_content") or ""
+        # Pruned reasoning is another message to the strict matcher only.
+        other["reasoning_content"] = "" if thought and matcher == "strict" and rng.random() < 0.5 else thought + mark
     elif kind == "arguments":
         function = rng.choice(other["tool_calls"])["function"]
-        function["arguments"] = {**function["arguments"], rng.choice(("n", "more")): rng.choice((10, "1", True))}
+        function["arguments"] = {
+            **function["arguments"],
+            rng.choice(("n", "more")): rng.choice((10, "1", True)),
+            "mark": mark,
+        }
     else:
-        rng.choice(other["tool_calls"])["function"]["name"] += "2"
+        rng.choice(other["tool_calls"])["function"]["name"] += mark
     return other
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates to fuzz sessions with: four styles over a small byte-level BPE, and the built-in one.
+"""Tokenizers and chat templates to fuzz sessions with: five styles over a small byte-level BPE, and the built-in one.
 
 | style | ends an assistant turn | tools |
 |---|---|---|
@@ -7,6 +7,9 @@
 | `headers` | `<|eot_id|>`; a turn of calls `<|eom_id|>` | a turn of calls shows nothing else; results name their call's function |
 | `thinking` | as `chatml`; shows an assistant's thoughts only after the last user message | as `chatml` |
 | `openers` | nothing: what opens the next turn is sampled | results behind a token of their own |
+| `rounds` | `<|end|>` | calls shown without content only; a mark before the first results of a conversation, not later |
+
+The tokens that open turns in `rounds` aren't special ones to its tokenizer.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from miles_hpc.rollout.session.template import CHAT_FAMILIES, ChatFamily, HuggingFaceTemplate
 from miles_hpc.rollout.session.tokenizer import CHARACTER_TEMPLATE, ChatTokenizer, character_tokenizer
 
-__all__ = ["STYLES", "folder_template", "style_template"]
+__all__ = ["STYLES", "folder_template", "style_folder", "style_template"]
 
 _CHATML = """\
 {%- if messages[0].role == 'system' or tools -%}
@@ -92,6 +95,30 @@ _OPENERS = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
 """
 
+_ROUNDS = """\
+{{- bos_token -}}
+{%- set at = namespace(round=0, in_results=false) -%}
+{%- for m in messages if m.role == 'system' -%}{{- m.content + '\\n' -}}{%- endfor -%}
+{%- for m in messages if m.role != 'system' -%}
+{%- if m.role == 'tool' -%}
+{{- ('<|results|>' if at.round == 0 else '\\n') + '<|result|>' + m.content -}}
+{%- set at.round = 1 -%}{%- set at.in_results = true -%}
+{%- else -%}
+{%- if m.role == 'assistant' and m.content is none -%}
+{{- '<|assistant|>' -}}
+{%- for call in m.tool_calls -%}{{- '<|call|>' + call.function.name + call.function.arguments -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- elif m.role == 'assistant' -%}
+{{- ('' if at.in_results else '<|assistant|>') + m.content + '<|end|>' -}}
+{%- else -%}
+{{- '<|user|>' + m.content -}}
+{%- endif -%}
+{%- set at.in_results = false -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and not at.in_results -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
 #: Style: (template, control tokens, the first of them end turns, family).
 STYLES: dict[str, tuple[str, tuple[str, ...], int, ChatFamily]] = {
     "characters": (CHARACTER_TEMPLATE, (), 0, CHAT_FAMILIES["default"]),
@@ -109,36 +136,52 @@ STYLES: dict[str, tuple[str, tuple[str, ...], int, ChatFamily]] = {
         2,
         CHAT_FAMILIES["glm47"],
     ),
+    "rounds": (
+        _ROUNDS,
+        ("<|end|>", "<|begin_of_text|>", "<|user|>", "<|assistant|>", "<|results|>", "<|result|>", "<|call|>"),
+        1,
+        CHAT_FAMILIES["deepseek_v3"],
+    ),
 }
+_SPECIAL_IN_ROUNDS = 2  # of its control tokens
+
+
+def style_folder(style: str, folder: Path) -> tuple[Path, ChatFamily]:
+    """Write a model folder of that style to `folder`; its family with it."""
+    template, control, n_stops, family = STYLES[style]
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if style == "characters":
+        tokenizer = character_tokenizer()
+        settings |= {"bos_token": "<bos>", "eos_token": "<end>", "pad_token": "<pad>"}
+    else:
+        tokenizer = _byte_level(control, n_special=_SPECIAL_IN_ROUNDS if style == "rounds" else len(control))
+        stops = [tokenizer.token_to_id(token) for token in control[:n_stops]]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        settings["eos_token"] = control[0]
+        if "<|begin_of_text|>" in control:
+            settings["bos_token"] = "<|begin_of_text|>"
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder, family
 
 
 def style_template(style: str, folder: Path) -> tuple[ChatTokenizer, HuggingFaceTemplate]:
-    """A model folder of that style, written to `folder`, and what a session asks of it."""
-    template, control, n_stops, family = STYLES[style]
-    folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {"chat_template": template}
-    if style == "characters":
-        tokenizer = character_tokenizer()
-        settings |= {"eos_token": "<end>", "pad_token": "<pad>"}
-    else:
-        tokenizer = _byte_level(control)
-        stops = [tokenizer.token_to_id(token) for token in control[:n_stops]]
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-        settings |= {"eos_token": control[0], "bos_token": "<|begin_of_text|>"}
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder_template(folder, family)
+    """That model folder's tokenizer, and what a session asks of it."""
+    return folder_template(*style_folder(style, folder))
 
 
 def folder_template(
     folder: Path, family: ChatFamily = CHAT_FAMILIES["default"]
 ) -> tuple[ChatTokenizer, HuggingFaceTemplate]:
-    """A model folder's tokenizer, and what a session asks of it."""
+    """A model folder's tokenizer, and what a session asks of it. Raises UserError when no conversation could go on."""
     tokenizer = ChatTokenizer(folder, append_only=False)
-    return tokenizer, HuggingFaceTemplate(tokenizer, family)
+    template = HuggingFaceTemplate(tokenizer, family)
+    template.check()
+    return tokenizer, template
 
 
-def _byte_level(control: tuple[str, ...]) -> Tokenizer:
+def _byte_level(control: tuple[str, ...], *, n_special: int) -> Tokenizer:
     """Merges enough that most texts can be split in many ways."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,5 +193,6 @@ def _byte_level(control: tuple[str, ...]) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control[:n_special]])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in control[n_special:]])
     return tokenizer

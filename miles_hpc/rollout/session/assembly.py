@@ -7,6 +7,7 @@ close   no new requests ─▶ those under way, for a while ─▶ what is pendi
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -64,14 +65,26 @@ def limits_of(run: RunConfig) -> SessionLimits:
 class SessionService:
     """One server and all that it owns but its engines. Call `start` and `close` in its loop."""
 
-    def __init__(self, run: RunConfig, paths: RunPaths, name: str, *, token: str, events: EventLog) -> None:
-        """Reads the model's tokenizer and the journal: blocks. Raises UserError, IntegrityError, OSError."""
+    def __init__(
+        self,
+        run: RunConfig,
+        paths: RunPaths,
+        name: str,
+        *,
+        token: str,
+        events: EventLog,
+        journal: Path | None = None,
+    ) -> None:
+        """Reads the model's tokenizer and the journal: blocks. Raises UserError, IntegrityError, OSError.
+
+        `journal` is the folder; default: the run's own for a server of this name.
+        """
         self._events = events
         settings = settings_of(run)
         tokenizer = ChatTokenizer(paths.model, append_only=False)
         _check(settings, tokenizer)
         self._journal, self._stored = SessionJournal.open(
-            paths.session_journal(name),
+            journal or paths.session_journal(name),
             segment_bytes=run.sessions.journal_segment_bytes,
             fsync=run.sessions.journal_fsync,
         )
@@ -139,4 +152,4 @@ def _check(settings: SessionSettings, tokenizer: ChatTokenizer) -> None:
         raise UserError(
             f"sessions.chat_family={settings.chat_family!r}: expected one of {', '.join(sorted(CHAT_FAMILIES))}"
         )
-    HuggingFaceTemplate(tokenizer, CHAT_FAMILIES[settings.chat_family])
+    HuggingFaceTemplate(tokenizer, CHAT_FAMILIES[settings.chat_family]).check()

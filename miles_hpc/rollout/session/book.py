@@ -86,6 +86,7 @@ class SessionBook:
         self.limits = limits
         self._clock = clock
         self._sessions: dict[str, OpenSession] = {}
+        self._checked_families: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -112,6 +113,9 @@ class SessionBook:
             session=session_id, token_digest=digest_of(token), settings=stored, opened_s=round(time.time(), 3)
         )
         entry = self._make(record, settings)
+        if settings.chat_family not in self._checked_families:
+            entry.template.check()
+            self._checked_families.add(settings.chat_family)
         self._sessions[session_id] = entry  # counts before the journal has it
         try:
             await self.journal.append(record, deadline=Deadline(self.limits.request_s, "opening a session"))

@@ -14,7 +14,7 @@ bridge its restart with the retries of their own clients.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class SessionClient:
         self._token = ""
         self._there = asyncio.Event()
         self._http: aiohttp.ClientSession | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
 
     def serve_at(self, url: str, token: str) -> None:
         """From now on the server is at this address (http://HOST:PORT); "" means that there is none at the moment."""
@@ -88,7 +89,25 @@ class SessionClient:
             self._there.clear()
 
     async def open(self, settings: dict[str, Any], deadline: Deadline) -> SessionHandle:
-        """A new session; `settings` are SessionSettings as JSON has them. Raises SessionServerFailed."""
+        """A new session; `settings` are SessionSettings as JSON has them. Raises SessionServerFailed.
+
+        When it is cancelled, a session that was opened all the same is closed.
+        """
+        opening = asyncio.create_task(self._open(settings, deadline))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._later(self._close_when_open(opening))
+            raise
+
+    async def _close_when_open(self, opening: asyncio.Task[SessionHandle]) -> None:
+        try:
+            session = await opening
+        except SessionServerFailed:
+            return
+        await self._delete(session)
+
+    async def _open(self, settings: dict[str, Any], deadline: Deadline) -> SessionHandle:
         try:
             await asyncio.wait_for(self._there.wait(), deadline.remaining_s)
         except TimeoutError:
@@ -122,8 +141,16 @@ class SessionClient:
             raise IntegrityError(f"samples of session {meta.session_id}, asked for {session.url}")
         return samples
 
-    async def delete(self, session: SessionHandle) -> None:
-        """Close it, if that can be done: what nobody closes ends by itself."""
+    def delete(self, session: SessionHandle) -> None:
+        """Close it in the background, if that can be done: what nobody closes ends by itself."""
+        self._later(self._delete(session))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._deleting.add(task)
+        task.add_done_callback(self._deleting.discard)
+
+    async def _delete(self, session: SessionHandle) -> None:
         deadline = Deadline(_DELETE_S, "closing a session")
         try:
             await self._ask("DELETE", lambda: session.url, lambda: session.token, deadline)
@@ -132,6 +159,10 @@ class SessionClient:
 
     async def close(self) -> None:
         """Idempotent."""
+        deleting = set(self._deleting)
+        for task in deleting:
+            task.cancel()
+        await asyncio.gather(*deleting, return_exceptions=True)
         http, self._http = self._http, None
         if http is not None:
             await http.close()

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from miles_hpc.rollout.session.errors import BadHistory, CannotExtend
 from miles_hpc.rollout.session.matching import Matcher, Message
-from miles_hpc.rollout.session.turn import Tools, Turn
+from miles_hpc.rollout.session.turn import Tools, Turn, path_of
 
 __all__ = ["Attachment", "History", "LinearHistory", "TreeHistory"]
 
@@ -82,7 +82,7 @@ class History(ABC):
         end = start + len(own)
         if end > len(messages):
             return False
-        if self.matcher.reflexive and own == messages[start:end]:  # the common case, at C's speed
+        if self.matcher.reflexive and own == messages[start:end]:
             return True
         return all(self.matcher(recorded, messages[start + i]) for i, recorded in enumerate(own))
 
@@ -114,6 +114,7 @@ class LinearHistory(History):
             raise ValueError(f"max_rollback {max_rollback}: expected 0 or more")
         self.max_rollback = max_rollback
         self._path: list[Turn] = []
+        self._messages: list[Message] = []  # of the whole path
         self._stamp = 0
 
     def attach(self, messages: Sequence[Message], tools: Tools) -> Attachment:
@@ -122,12 +123,7 @@ class LinearHistory(History):
                 f"the request has {len(tools)} tools that differ from the {len(self._path[0].tools)} recorded: "
                 "send the same ones in every request of a session"
             )
-        kept = position = 0
-        for turn in self._path:
-            if not self._repeats(turn, messages, position):
-                break
-            kept += 1
-            position = turn.n_messages
+        kept, position = self._repeated(messages)
         back = len(self._path) - kept
         if back > self.max_rollback:
             raise BadHistory(
@@ -153,7 +149,9 @@ class LinearHistory(History):
             return "another turn was recorded meanwhile"
         kept = 0 if attachment.parent is None else attachment.parent.depth
         del self._path[kept:]
+        del self._messages[0 if attachment.parent is None else attachment.parent.n_messages :]
         self._path.append(turn)
+        self._messages += turn.messages
         self._stamp += 1
         self._next = turn.number + 1
         return ""
@@ -163,6 +161,19 @@ class LinearHistory(History):
 
     def leaves(self) -> list[Turn]:
         return self._path[-1:]
+
+    def _repeated(self, messages: Sequence[Message]) -> tuple[int, int]:
+        """How many turns of the path `messages` repeats, and how many messages these have."""
+        n = len(self._messages)
+        if self.matcher.reflexive and self._messages == messages[:n]:  # the common case, at C's speed
+            return len(self._path), n
+        kept = position = 0
+        for turn in self._path:
+            if not self._repeats(turn, messages, position):
+                break
+            kept += 1
+            position = turn.n_messages
+        return kept, position
 
 
 class TreeHistory(History):
@@ -175,11 +186,12 @@ class TreeHistory(History):
         self.max_turns = max_turns
         self._turns: list[Turn] = []
         self._children: dict[int, list[Turn]] = {-1: []}  # by the parent's number, -1 for roots
+        self._forks: set[int] = set()  # keys of _children with several
+        self._newest: list[Message] = []  # all messages of the newest turn's path
 
     def attach(self, messages: Sequence[Message], tools: Tools) -> Attachment:
         self._check_room()
-        best: Turn | None = None
-        open_turns = [turn for turn in self._children[-1] if turn.tools == tools]
+        best, open_turns = self._start(messages, tools)
         while open_turns:
             turn = open_turns.pop()
             if not self._repeats(turn, messages, turn.n_messages - len(turn.messages)):
@@ -201,8 +213,15 @@ class TreeHistory(History):
     def append(self, attachment: Attachment, turn: Turn) -> str:
         if len(self._turns) >= self.max_turns:
             return f"the session holds {self.max_turns} turns, the most that it may"
+        parent = attachment.parent
+        if parent is None or parent is not self._turns[-1]:
+            self._newest = [message for above in path_of(parent) for message in above.messages]
+        self._newest += turn.messages
         self._turns.append(turn)
-        self._children[-1 if attachment.parent is None else attachment.parent.number].append(turn)
+        siblings = self._children[-1 if parent is None else parent.number]
+        siblings.append(turn)
+        if len(siblings) > 1:
+            self._forks.add(-1 if parent is None else parent.number)
         self._children[turn.number] = []
         self._next = turn.number + 1
         return ""
@@ -216,6 +235,33 @@ class TreeHistory(History):
     def siblings(self, turn: Turn) -> list[Turn]:
         """The turns with the same parent, `turn` among them, in order of recording."""
         return list(self._children[-1 if turn.parent is None else turn.parent.number])
+
+    def _start(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Turn]]:
+        """A turn that matches for certain, and those that are still to be looked at.
+
+        Most requests repeat the newest turn's path: then that is compared in one go, at C's speed, and only what forks
+        off it is left.
+        """
+        roots = [turn for turn in self._children[-1] if turn.tools == tools]
+        n = len(self._newest)
+        newest = self._turns[-1] if self._turns else None
+        if (
+            newest is None
+            or newest.tools != tools
+            or not self.matcher.reflexive
+            or n > len(messages)
+            or self._newest != messages[:n]
+        ):
+            return None, roots
+        others: list[Turn] = []
+        below = newest
+        if self._forks:
+            for turn in path_of(newest.parent)[::-1]:
+                if turn.number in self._forks:
+                    others += [child for child in self._children[turn.number] if child is not below]
+                below = turn
+            others += [turn for turn in roots if turn is not below]
+        return newest, others
 
     def _check_room(self) -> None:
         if len(self._turns) >= self.max_turns:

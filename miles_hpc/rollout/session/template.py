@@ -13,7 +13,8 @@
 | anything else (a stop string ended the turn) | all of the suffix follows |
 
 The cost of a turn follows from its new messages alone. A template must be append-only: rendering further messages may
-not change how earlier ones are rendered. `CHAT_FAMILIES` has what families need for that, as data.
+not change how earlier ones are rendered, and what stands before the last assistant turn may not change how a suffix is.
+`CHAT_FAMILIES` has what families need for that, as data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from miles_hpc.core.errors import UserError
-from miles_hpc.rollout.session.errors import BadHistory, BrokenInvariant
+from miles_hpc.rollout.session.errors import BadHistory, BrokenInvariant, SessionError
 from miles_hpc.rollout.session.matching import Message
 from miles_hpc.rollout.session.tokenizer import MARK, ChatTokenizer
 from miles_hpc.rollout.session.turn import Tokens, Tools, copy_json
@@ -71,17 +72,23 @@ class ChatFamily:
     `trims`: tokens, spelled out, that a model may sample to end its turn and that belong to the next turn.
     `variables`: template variables that keep it append-only. `appended`: roles that may follow an assistant turn.
     `keeps_sampled`: what the model sampled stays in the prompt although the template, rendering all anew, would leave
-    a part of it out (an earlier turn's thinking) or put something in front.
+    a part of it out (an earlier turn's thinking) or put something in front. `rounds_alike`: every round of tool results
+    is written as a conversation's first one is, although the template, rendering all anew, would write later ones in
+    another way. `calls_alone`: the template shows tool calls of messages without content only (null), and wants their
+    arguments as text.
     """
 
     trims: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     appended: tuple[str, ...] = _ROLES
     keeps_sampled: bool = False
+    rounds_alike: bool = False
+    calls_alone: bool = False
 
 
 #: By Miles' names. What models add after their end token (the newline of qwen*, nemotron, minimax) follows from the
-#: template itself.
+#: template itself. DeepSeek-V3's template opens the list of tool results in a conversation's first round only, and
+#: takes system messages to the front wherever they stand.
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     "default": ChatFamily(),
     "qwen3": ChatFamily(keeps_sampled=True),
@@ -89,6 +96,7 @@ CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     "nemotron": ChatFamily(variables={"truncate_history_thinking": False}),
     "minimax": ChatFamily(appended=_NO_SYSTEM),
     "glm47": ChatFamily(trims=("<|user|>", "<|observation|>"), variables={"clear_thinking": False}),
+    "deepseek_v3": ChatFamily(appended=_NO_SYSTEM, rounds_alike=True, calls_alone=True),
     "dsv4": ChatFamily(variables={"drop_thinking": False}, appended=_NO_SYSTEM),
 }
 
@@ -116,15 +124,30 @@ class HuggingFaceTemplate:
         #: Tokens that end an assistant turn: what an engine stops at.
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.stop_ids, *trims]))
         self._spoken: set[str] = set()  # roles that the template renders after an assistant turn
+        self._rounds_checked: set[str] = set()  # kinds of messages
+        self._shown_calls: set[bool] = set()  # of assistant messages with content, or without any
         self._tools_seen: tuple[Tools, Tools, str] | None = None  # as sent, cleaned, synthetic prefix rendered
 
     @property
     def max_trim_tokens(self) -> int:
         return 1 if self._trims else 0
 
+    def check(self) -> None:
+        """Whether conversations can go on after their first turn, to be asked at start. Raises UserError, which names
+        families that make it so, if any do.
+        """
+        try:
+            self._go_on()
+        except SessionError as error:
+            fitting = [name for name, family in CHAT_FAMILIES.items() if self._fits(family)]
+            advice = f"; of the chat families, {', '.join(fitting)} would do" if fitting else ""
+            raise UserError(f"{error}{advice}") from error
+
     def first(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         self._check_roles(messages, _ROLES)
-        return self._tokenizer.encode(self._render([self._row(m) for m in messages], self._tools(tools)[0], True))
+        rows = [self._row(m) for m in messages]
+        self._check_calls(rows)
+        return self._tokenizer.encode(self._render(rows, self._tools(tools)[0], True))
 
     def suffix(self, before: Message, appended: Sequence[Message], tools: Tools) -> list[int]:
         self._check_roles(appended, self._family.appended)
@@ -137,16 +160,10 @@ class HuggingFaceTemplate:
             base = self._render(prefix, cleaned, False)
         rows = [self._row(m) for m in appended]
         self._check_spoken(prefix, rows, cleaned)
-        rendered = self._render([*prefix, *rows], cleaned, True)
-        front, rest = _parted(base)
-        front_now, rest_now = _parted(rendered) if front else ("", rendered)
-        if not rest_now.startswith(rest) or (front_now != front and not self._family.keeps_sampled):
-            roles = " ".join(str(m["role"]) for m in appended)
-            raise BrokenInvariant(
-                f"chat template of {self._tokenizer.folder} renders an assistant turn differently once "
-                f"[{roles}] follow it: use a template that only appends, or a family whose variables make it so"
-            )
-        text = self._closing(plain, base) + rest_now[len(rest) :]
+        self._check_calls(rows)
+        added = self._added(base, prefix, rows, cleaned)
+        self._check_rounds(added, prefix, rows, cleaned)
+        text = self._closing(plain, base) + added
         ids = self._tokenizer.encode(text)
         # Some tokenizers put a space in front of a text that starts with ordinary characters.
         if not text.startswith(self._tokenizer.special_tokens) and self._tokenizer.decode(ids) != text:
@@ -185,6 +202,19 @@ class HuggingFaceTemplate:
         except UserError as error:
             raise BadHistory(str(error)) from error
 
+    def _added(self, base: str, prefix: list[dict[str, Any]], rows: list[dict[str, Any]], tools: Tools) -> str:
+        """What the template appends for `rows`. `base` is `prefix` rendered, which ends with a stand-in's turn."""
+        rendered = self._render([*prefix, *rows], tools, True)
+        front, rest = _parted(base)
+        front_now, rest_now = _parted(rendered) if front else ("", rendered)
+        if not rest_now.startswith(rest) or (front_now != front and not self._family.keeps_sampled):
+            roles = " ".join(str(row["role"]) for row in rows)
+            raise BrokenInvariant(
+                f"chat template of {self._tokenizer.folder} renders an assistant turn differently once "
+                f"[{roles}] follow it: use a template that only appends, or a family whose variables make it so"
+            )
+        return rest_now[len(rest) :]
+
     def _closing(self, plain: str, base: str) -> str:
         """What the template puts after an assistant's text or calls. `base` ends with it."""
         closing = plain.partition(MARK)[2]
@@ -207,6 +237,9 @@ class HuggingFaceTemplate:
             if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
                 raise BadHistory(f"tool_calls {calls!r:.60}: expected a list of objects")
             row["tool_calls"] = [_parsed_call(call) for call in calls]
+            if self._family.calls_alone:
+                row["tool_calls"] = [_written_call(call) for call in calls]
+                row["content"] = row["content"] or None
         cleaned: dict[str, Any] = self._clean(row)
         return cleaned
 
@@ -235,18 +268,66 @@ class HuggingFaceTemplate:
 
     def _check_spoken(self, prefix: list[dict[str, Any]], rows: list[dict[str, Any]], tools: Tools) -> None:
         """A template that passes over a role would lose messages without a word. Roles are looked at once."""
-        for row in rows:
+        for i, row in enumerate(rows):
             role = row["role"]
             if role in self._spoken:
                 continue
             probe = {key: value for key, value in row.items() if key != "tool_calls"} | {"content": MARK}
-            without, with_probe = (self._render(talk, tools, True) for talk in (prefix, [*prefix, probe]))
+            before = [*prefix, *rows[:i]]  # roles may have to alternate
+            without, with_probe = (self._render(talk, tools, True) for talk in (before, [*before, probe]))
             if with_probe.count(MARK) <= without.count(MARK):
                 raise BadHistory(
                     f"chat template of {self._tokenizer.folder} doesn't render messages of role '{role}' "
                     "after an assistant turn: send them under another role"
                 )
             self._spoken.add(role)
+
+    def _check_calls(self, rows: list[dict[str, Any]]) -> None:
+        """As `_check_spoken`, for tool calls of assistant messages that a client sends and nobody sampled here."""
+        for row in rows:
+            has_content = bool(row["content"])
+            if row["role"] != "assistant" or not row.get("tool_calls") or has_content in self._shown_calls:
+                continue
+            call = {"id": "c", "type": "function", "function": {"name": MARK, "arguments": "{}"}}
+            probe = self._row({"role": "assistant", "content": "a" if has_content else "", "tool_calls": [call]})
+            if MARK not in self._render([_stand_ins()[0], probe], [], False):
+                raise BadHistory(
+                    f"chat template of {self._tokenizer.folder} doesn't render tool calls of an assistant message "
+                    f"{'with' if has_content else 'without'} content: send them in its text"
+                )
+            self._shown_calls.add(has_content)
+
+    def _check_rounds(self, added: str, prefix: list[dict[str, Any]], rows: list[dict[str, Any]], tools: Tools) -> None:
+        """A template that writes a second round in another way would have to see the whole history. Kinds of messages
+        are looked at once.
+        """
+        kinds = {f"{row['role']} with calls" if row.get("tool_calls") else row["role"] for row in rows}
+        if self._family.rounds_alike or kinds <= self._rounds_checked:
+            return
+        earlier = [prefix[0], prefix[1] | {"content": "a"}, *rows, prefix[1]]
+        if self._added(self._render(earlier, tools, False), earlier, rows, tools) != added:
+            roles = " ".join(str(row["role"]) for row in rows)
+            raise BrokenInvariant(
+                f"chat template of {self._tokenizer.folder} renders [{roles}] differently after an earlier round of "
+                "them: use another template, or a chat family with rounds_alike"
+            )
+        self._rounds_checked |= kinds
+
+    def _go_on(self) -> None:
+        self.suffix({"role": "assistant", "content": "a"}, [{"role": "user", "content": "b"}], [])
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        before = {"role": "assistant", "content": "a", "tool_calls": [call]}
+        try:
+            self.suffix(before, [{"role": "tool", "tool_call_id": "c", "content": "b"}], [])
+        except BadHistory:
+            pass  # a template without tools: requests with results of tools are refused, others aren't
+
+    def _fits(self, family: ChatFamily) -> bool:
+        try:
+            HuggingFaceTemplate(self._tokenizer, family, self._variables)._go_on()
+        except (SessionError, UserError):
+            return False
+        return True
 
 
 def _stand_ins() -> list[dict[str, Any]]:
@@ -282,3 +363,11 @@ def _parsed_call(call: Message) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return dict(call)
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else dict(call)
+
+
+def _written_call(call: Message) -> dict[str, Any]:
+    """Arguments as the text that OpenAI's shape has."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}

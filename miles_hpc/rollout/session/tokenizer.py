@@ -11,23 +11,21 @@ The built-in character tokenizer has one token per character, 64 ids in all, and
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from checkpoints.publish import publish_bytes
 from miles_hpc.core.config import RunConfig
 from miles_hpc.core.errors import UserError
 from miles_hpc.core.types import ChatMessage, ModelShape
+from miles_hpc.rollout.session.chat_template import RENDERING_ERRORS, load_template
 
 __all__ = [
     "ALPHABET",
@@ -61,6 +59,9 @@ CHARACTER_TEMPLATE = (
 # Stands for an assistant's text while a template is taken apart; no tokenizer or template uses it.
 MARK = "\ue000\ue001\ue000"
 
+# How tokens are spelled that models know as control tokens, whether or not tokenizer.json calls them special.
+_BARRED = re.compile(r"<[|｜].+[|｜]>")
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -73,10 +74,11 @@ _TOKENIZER_FILES = (
 class ChatTokenizer:
     """Tokenizer and chat template of a model folder. Stateless after construction; use from one thread at a time.
 
-    `vocab_size` counts ids including added tokens. `stop_ids` end an assistant turn. `pad_id` falls back to the
-    first stop id. Raises UserError when a file is missing or the template can't be used: it must be append-only,
-    that is, adding messages must never change how earlier ones are rendered. `append_only` False leaves that check to
-    the caller.
+    `vocab_size` counts ids including added tokens. `stop_ids` end an assistant turn. `control_tokens` are the special
+    ones and those that look like it: DeepSeek's <｜User｜> opens a turn, but its tokenizer.json doesn't say so.
+    `pad_id` falls back to the first stop id. Raises UserError when a file is missing or the template can't be used: it
+    must be append-only, that is, adding messages must never change how earlier ones are rendered. `append_only` False
+    leaves that check to the caller.
     """
 
     def __init__(self, folder: Path, *, append_only: bool = True) -> None:
@@ -87,13 +89,18 @@ class ChatTokenizer:
             name: _token_text(settings.get(name)) or ""
             for name in ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token")
         }
-        self._template = _compile(_template_source(folder, settings), folder)
+        self._template = load_template(folder, settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.special_tokens: tuple[str, ...] = tuple(
             t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special
         )
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.control_tokens: tuple[str, ...] = tuple(
+            t.content
+            for t in self._tokenizer.get_added_tokens_decoder().values()
+            if t.special or _BARRED.fullmatch(t.content)
+        )
+        longest_first = sorted(self.control_tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(settings)
         pad = self._tokenizer.token_to_id(self._template_variables["pad_token"] or "")
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
@@ -131,13 +138,13 @@ class ChatTokenizer:
         given = {**self._template_variables, **(variables or {}), "tools": list(tools) or None}
         try:
             return self._template.render(messages=list(rows), add_generation_prompt=generate, **given)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except RENDERING_ERRORS as error:
             roles = " ".join(str(row.get("role")) for row in rows)
             raise UserError(f"chat template of {self.folder} refuses messages [{roles}]: {error}") from error
 
     def plain(self, text: str) -> str:
-        """`text` without spellings of special tokens: what an environment says must not open or close turns."""
-        while (shorter := self._special.sub("", text)) != text:  # removing one may join another
+        """`text` without spellings of control tokens: what an environment says must not open or close turns."""
+        while (shorter := self._control.sub("", text)) != text:  # removing one may join another
             text = shorter
         return text
 
@@ -321,39 +328,6 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _template_source(folder: Path, settings: dict[str, Any]) -> str:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text()
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    if not isinstance(source, str):
-        raise UserError(f"{folder}: no chat template: expected chat_template.jinja or the key in tokenizer_config.json")
-    return source
-
-
-def _compile(source: str, folder: Path) -> jinja2.Template:
-    # The environment that transformers gives to chat templates (utils/chat_template_utils.py).
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = tojson
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"chat template of {folder}: line {error.lineno}: {error.message}") from error
 
 
 def _token_text(value: Any) -> str | None:

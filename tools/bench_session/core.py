@@ -1,7 +1,5 @@
 """What a turn costs the session core, at short and at long histories. No peer, no HTTP, no engine.
 
-    python -m tools.bench_session [--quick] [--json] [--repeats N] [--folder MODEL]
-
 | operation | what is timed |
 |---|---|
 | append | `prepare_after` and `commit` of one turn: template, tokenisation of the suffix, record |
@@ -10,35 +8,24 @@
 | parse | decoding the client's request from JSON: what a server does before any of this |
 
 A history has turns of about 250 tokens, 100 of them sampled, the others a tool's answer and what the template writes
-around it; each timed turn is one more, appended to the same place. Arms run in random order within each repeat. Figures
-are processor time of one thread, since the machine may be shared; wall time stands beside it. Without --folder, the
-tokenizer is a small byte-level BPE.
+around it; each timed turn is one more, appended to the same place. Figures are processor time of one thread, since the
+machine may be shared; wall time stands beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from miles_hpc.core.types import FinishReason, VersionSpan, WeightVersion
-from miles_hpc.core.version import __version__
 from miles_hpc.rollout.engine import Generation
 from miles_hpc.rollout.session.core import Session
 from miles_hpc.rollout.session.history import History, LinearHistory, TreeHistory
@@ -46,13 +33,24 @@ from miles_hpc.rollout.session.matching import load_matcher
 from miles_hpc.rollout.session.template import HuggingFaceTemplate
 from miles_hpc.rollout.session.tokenizer import ChatTokenizer
 from miles_hpc.rollout.session.turn import Turn
-from tools.fuzz_session.templates import folder_template, style_template
 
-_SIZES = {"1k": 1_000, "64k": 64_000}
-_SHAPES = ("linear", "tree")
-_OPERATIONS = ("append", "matched", "prompt", "parse")
-_SAMPLED_TOKENS = 100
-_TURNS_PER_REPEAT = 30
+__all__ = [
+    "OPERATIONS",
+    "SAMPLED_TOKENS",
+    "SHAPES",
+    "SIZES",
+    "TURNS_PER_REPEAT",
+    "Arm",
+    "Bench",
+    "core_summary",
+    "measure_core",
+]
+
+SIZES = {"1k": 1_000, "64k": 64_000}
+SHAPES = ("linear", "tree")
+OPERATIONS = ("append", "matched", "prompt", "parse")
+SAMPLED_TOKENS = 100
+TURNS_PER_REPEAT = 30
 _TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "run", "description": "runs a command", "parameters": {}}}
 ]
@@ -70,6 +68,7 @@ class Arm:
     wall_us: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
+        """For the JSON object."""
         cuts = statistics.quantiles(self.cpu_us, n=10) if len(self.cpu_us) > 1 else self.cpu_us * 9
         return {
             "operation": self.operation,
@@ -95,7 +94,7 @@ class Bench:
         self._ordinary = tokenizer.encode("the tool said that a file is a call and a user wants another answer")
         self._turns: list[Turn] = []
         session = Session(template, TreeHistory(load_matcher("loose_tool_call"), max_turns=1 << 20))
-        while not self._turns or self._turns[-1].n_tokens < max(_SIZES.values()):
+        while not self._turns or self._turns[-1].n_tokens < max(SIZES.values()):
             prepared = (
                 session.prepare_after(self._turns[-1], [self._answer()])
                 if self._turns
@@ -107,7 +106,7 @@ class Bench:
 
     def path(self, size: str) -> list[Turn]:
         """The turns of a history of about that many tokens."""
-        return self._turns[: next(i for i, t in enumerate(self._turns) if t.n_tokens >= _SIZES[size]) + 1]
+        return self._turns[: next(i for i, t in enumerate(self._turns) if t.n_tokens >= SIZES[size]) + 1]
 
     def measure(self, arm: Arm) -> None:
         """One repeat: the median of some turns goes to the arm."""
@@ -132,7 +131,7 @@ class Bench:
         }
         operation = operations[arm.operation]
         cpu, wall = [], []
-        for _ in range(_TURNS_PER_REPEAT):
+        for _ in range(TURNS_PER_REPEAT):
             generation, reply = self._generation(), self._reply()
             wall_began, cpu_began = time.perf_counter_ns(), time.thread_time_ns()
             operation()
@@ -150,7 +149,7 @@ class Bench:
         return {"role": "assistant", "content": self._text, "tool_calls": calls}
 
     def _generation(self) -> Generation:
-        ids = [*self._rng.choices(self._ordinary, k=_SAMPLED_TOKENS - 1), self._stop]
+        ids = [*self._rng.choices(self._ordinary, k=SAMPLED_TOKENS - 1), self._stop]
         return Generation(
             output_ids=np.asarray(ids, np.int32),
             log_probs=np.full(len(ids), -1, np.float32),
@@ -169,86 +168,33 @@ def _history(shape: str, path: list[Turn]) -> History:
     return history
 
 
-def conditions(repeats: int, tokenizer: str, bench: Bench) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return {
-        "cpu": next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor()),
-        "cores": os.cpu_count(),
-        "load_average_1min": os.getloadavg()[0],
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "miles_hpc": __version__,
-        "tokenizers": version("tokenizers"),
-        "numpy": np.__version__,
-        "tokenizer": tokenizer,
-        "matcher": "loose_tool_call",
-        "repeats": repeats,
-        "turns_per_repeat": _TURNS_PER_REPEAT,
-        "sampled_tokens_per_turn": _SAMPLED_TOKENS,
-        "new_prompt_tokens_per_turn": len(bench.path("64k")[-1].new_ids),
-        "history_turns": {size: len(bench.path(size)) for size in _SIZES},
-    }
+def measure_core(bench: Bench, repeats: int, rng: Random) -> list[Arm]:
+    """All operations, histories and sizes, in random order within each repeat."""
+    arms = [
+        Arm(operation, shape, size, bench.path(size)[-1].n_tokens)
+        for operation in OPERATIONS
+        for shape in SHAPES
+        for size in SIZES
+    ]
+    for _ in range(repeats):
+        for arm in rng.sample(arms, len(arms)):
+            bench.measure(arm)
+    return arms
 
 
-def summary(arms: list[Arm]) -> dict[str, float]:
+def core_summary(arms: list[Arm]) -> dict[str, float]:
     """Of linear and tree, the worse."""
     cost = {(arm.operation, arm.shape, arm.size): statistics.median(arm.cpu_us) for arm in arms}
 
     def worst(operation: str, size: str) -> float:
-        return max(cost[operation, shape, size] for shape in _SHAPES)
+        return max(cost[operation, shape, size] for shape in SHAPES)
 
     return {
         "turns_per_s": round(1e6 / worst("append", "64k"), 1),
         "turn_cost_ratio_64k_over_1k": round(
-            max(cost["append", shape, "64k"] / cost["append", shape, "1k"] for shape in _SHAPES), 3
+            max(cost["append", shape, "64k"] / cost["append", shape, "1k"] for shape in SHAPES), 3
         ),
         "matched_turns_per_s": round(1e6 / worst("matched", "64k"), 1),
         "prompt_us_64k": round(worst("prompt", "64k"), 1),
         "parse_us_64k": round(worst("parse", "64k"), 1),
     }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench_session", description="Benchmark the session core.")
-    parser.add_argument("--quick", action="store_true", help="less than 50 s on 2 cores")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeats", type=int, help="default 30, quick 7")
-    parser.add_argument("--folder", type=Path, help="a Hugging Face folder whose tokenizer and template are used")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    repeats = options.repeats or (7 if options.quick else 30)
-    with tempfile.TemporaryDirectory() as temporary:
-        name = str(options.folder.name) if options.folder else "byte-level BPE of 480 tokens, ChatML with tools"
-        made = folder_template(options.folder) if options.folder else style_template("chatml", Path(temporary))
-        bench = Bench(*made, options.seed)
-    about = conditions(repeats, name, bench)
-    arms = [
-        Arm(operation, shape, size, bench.path(size)[-1].n_tokens)
-        for operation in _OPERATIONS
-        for shape in _SHAPES
-        for size in _SIZES
-    ]
-    rng = Random(options.seed)
-    for _ in range(repeats):
-        for arm in rng.sample(arms, len(arms)):
-            bench.measure(arm)
-    if options.json:
-        result = {"conditions": about, "arms": [arm.row() for arm in arms], "summary": summary(arms)}
-        json.dump(result, sys.stdout, indent=1)
-        print()
-        return 0
-    table = Table(title="Cost of a turn to the session core: processor time, µs, median (p10 to p90)")
-    for column in ("operation", "history", "tokens", "µs", "p10 to p90", "wall µs"):
-        table.add_column(column, justify="right" if column in ("tokens", "µs", "wall µs") else "left")
-    for row in (arm.row() for arm in arms):
-        spread = f"{row['cpu_p10_us']:.0f} to {row['cpu_p90_us']:.0f}"
-        figures = (f"{row['cpu_median_us']:.0f}", spread, f"{row['wall_median_us']:.0f}")
-        table.add_row(row["operation"], row["history"], str(row["history_tokens"]), *figures)
-    console = Console()
-    console.print(table)
-    console.print({**summary(arms), **about})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
