@@ -15,7 +15,7 @@
 | task | waits for | ended by |
 |---|---|---|
 | main, in `begin` | room among eval.max_in_flight (backpressure) | an evaluation's end: each has eval.deadline_s |
-| main, in `before_staging` | engines set aside that fetch what staging would remove | control.call_deadline_s |
+| main, in `before_staging` | engines set aside that fetch what staging would remove | control.sync_deadline_s |
 | one per evaluation beside training | its groups | result, failure, eval.deadline_s |
 
 **After a cut.** What was begun and has no outcome on record is done again when the term starts from that very step;
@@ -140,7 +140,7 @@ class Evaluations:
         """
         step = self._step()
         version = WeightVersion(self._term, step)
-        deadline = Deadline(self._run.control.call_deadline_s, f"waiting for an engine that holds {version}")
+        deadline = Deadline(self._run.control.sync_deadline_s, f"waiting for an engine that holds {version}")
         if self._set_aside:
             self._fleet.pin()
         began = time.monotonic()
@@ -194,7 +194,7 @@ class Evaluations:
 
         if settled():
             return
-        deadline = Deadline(self._run.control.call_deadline_s, "waiting for engines that are set aside to be synced")
+        deadline = Deadline(self._run.control.sync_deadline_s, "waiting for engines that are set aside to be synced")
         with self._events.span("wait_eval", step=step):
             try:
                 await self._members.wait(settled, deadline)

@@ -125,7 +125,7 @@ class TermLoop:
         )
         self._trainer = TrainerWorld(run, self._members)
         self._fleet = EngineFleet(
-            self._members.endpoint, events, deadline_s=run.control.call_deadline_s, changed=self._members.touch
+            self._members.endpoint, events, deadline_s=run.control.sync_deadline_s, changed=self._members.touch
         )
         rollout = run.rollout
         self._buffer = GroupBuffer(

@@ -155,7 +155,7 @@ class TrainerWorld:
 
     async def stage(self, version: WeightVersion) -> tuple[WeightsStaged, Probe | None]:
         """Make the current weights fetchable as `version`, and score the probe batch with them."""
-        deadline_s = self._run.control.call_deadline_s
+        deadline_s = self._run.control.sync_deadline_s
         message = StageWeights(version=version, deadline_s=deadline_s)
         staged, _ = await self.call(message, WeightsStaged, deadline_s=deadline_s)
         return staged, await self._score_probe()

@@ -266,6 +266,7 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     connect_deadline_s: float = 60.0
     start_deadline_s: float = 300.0  # all roles ready
     call_deadline_s: float = 60.0
+    sync_deadline_s: float = 300.0  # an engine's update: fetching, loading, comparing; an engine beyond it is given up
     step_deadline_s: float = 600.0
     max_role_restarts: int = 20
 

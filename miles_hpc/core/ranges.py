@@ -119,6 +119,7 @@ NUMBERS: dict[str, Range] = {
     "control.connect_deadline_s": _SECONDS,
     "control.start_deadline_s": _SECONDS,
     "control.call_deadline_s": _SECONDS,
+    "control.sync_deadline_s": _SECONDS,
     "control.step_deadline_s": _SECONDS,
     "control.max_role_restarts": _COUNT_OR_NONE,
 }

@@ -109,7 +109,7 @@ class Updating:
             # Better late than lost: cut off in the pause, it would leave weights that nobody knows.
             raise DeadlineExpired(
                 f"{deadline.what}: {deadline.remaining_s:.1f} s are left after fetching, and the last pause took "
-                f"{self._longest_pause_s:.1f} s: raise control.call_deadline_s"
+                f"{self._longest_pause_s:.1f} s: raise control.sync_deadline_s"
             )
         began = time.monotonic()
         state.may_start.clear()
