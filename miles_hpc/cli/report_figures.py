@@ -162,6 +162,7 @@ _PARTS = (
     ("perf/stage_time", "stage data", SKY, ""),
     ("perf/save_time", "save", PURPLE, ""),
     ("perf/wait_batch_time", "wait for batch", ORANGE, "////"),
+    ("perf/wait_eval_time", "wait for evaluation", RED, "...."),
 )
 
 

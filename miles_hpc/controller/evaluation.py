@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from checkpoints.journal import EvaluationBegun, EvaluationSkipped
 from miles_hpc.controller.dispatch import Dispatcher
@@ -96,6 +97,7 @@ class Evaluations:
         self._cut = set(plan.cut)
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._broken: BaseException | None = None
+        self._waited_s = 0.0
 
     @property
     def count(self) -> int:
@@ -106,6 +108,11 @@ class Evaluations:
     def under_way(self) -> tuple[int, ...]:
         """Steps whose evaluations beside training aren't over."""
         return tuple(self._under_way)
+
+    def take_waited_s(self) -> float:
+        """How long training has waited for evaluations since the last call."""
+        taken, self._waited_s = self._waited_s, 0.0
+        return taken
 
     def check(self) -> None:
         """Raise what ended an evaluation that should have ended by itself: a fence, storage, a defect."""
@@ -173,7 +180,7 @@ class Evaluations:
                 under_way = ", ".join(map(str, self._under_way))
                 await self._skip(step, "overflow", f"evaluations of steps {under_way} are still under way")
                 return
-            with self._events.span("wait_eval", step=step):
+            with self._waiting(step):
                 while len(self._under_way) >= chosen.max_in_flight:
                     await asyncio.wait(self._under_way.values(), return_when=asyncio.FIRST_COMPLETED)
                     self.check()
@@ -195,7 +202,7 @@ class Evaluations:
         if settled():
             return
         deadline = Deadline(self._run.control.sync_deadline_s, "waiting for engines that are set aside to be synced")
-        with self._events.span("wait_eval", step=step):
+        with self._waiting(step):
             try:
                 await self._members.wait(settled, deadline)
             except DeadlineExpired as error:  # the evaluation ends with `weights_gone`; training goes on
@@ -206,6 +213,15 @@ class Evaluations:
         while self._under_way:
             await asyncio.wait(self._under_way.values())
         self.check()
+
+    @contextmanager
+    def _waiting(self, step: int) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            with self._events.span("wait_eval", step=step):
+                yield
+        finally:
+            self._waited_s += time.monotonic() - began
 
     def _due(self) -> bool:
         run, step = self._run, self._step()

@@ -72,7 +72,6 @@ class Training:
 
     async def publish(self) -> None:
         """Stage the current weights, score the probe batch with them, and let the fleet follow."""
-        await self._evaluations.before_staging(self.step)
         with self._events.span("stage", step=self.step):
             staged, probe = await self._trainer.stage(self.version)
         self._fleet.want(staged, probe)
@@ -87,6 +86,7 @@ class Training:
     async def rl_step(self) -> None:
         """Wait for a batch, train it, publish the weights. Raises as `sft_step`; DeadlineExpired without a batch."""
         step, started = self.step + 1, time.monotonic()
+        held_up_s = self._evaluations.take_waited_s()  # before this step could begin
         with self._events.span("wait_batch", step=step):
             batch = await self._next_batch()
         waited_s = time.monotonic() - started
@@ -100,11 +100,13 @@ class Training:
         outcome = await self._train("grpo", self._items(batch), values["train/lr"])
         await self._journal.append(StepDone(step=step, version=(self._term, step)))
         self.trained_groups += len(self._buffer.trained(step))
+        await self._evaluations.before_staging(step)
         began = time.monotonic()
         await self.publish()
         values["perf/stage_time"] = time.monotonic() - began
+        values["perf/wait_eval_time"] = held_up_s + self._evaluations.take_waited_s()
         self._dispatch.wake()
-        self._tell(outcome, values, started)
+        self._tell(outcome, values, started, held_up_s)
 
     async def _next_batch(self) -> Batch:
         """The oldest groups that fit under the staleness cap; waits for them."""
@@ -142,9 +144,9 @@ class Training:
         self.step = step
         return outcome
 
-    def _tell(self, outcome: StepOutcome, values: dict[str, float], started: float) -> None:
+    def _tell(self, outcome: StepOutcome, values: dict[str, float], started: float, held_up_s: float = 0.0) -> None:
         step_s = time.monotonic() - started
         self.step_s = max(0.9 * self.step_s, step_s)
         values |= outcome.values
-        values |= {"perf/step_time": step_s, "data/trained_groups_total": self.trained_groups}
+        values |= {"perf/step_time": held_up_s + step_s, "data/trained_groups_total": self.trained_groups}
         self._events.metric(self.step, {k: float(f"{v:.6g}") for k, v in values.items()})

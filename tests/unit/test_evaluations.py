@@ -342,10 +342,12 @@ def test_backpressure_makes_training_wait(tmp_path: Path) -> None:
         task = asyncio.create_task(s.evaluations.begin())
         await asyncio.sleep(0.05)
         assert not task.done() and s.evaluations.under_way == (2,)
+        assert s.evaluations.take_waited_s() == 0.0  # it still waits
         for host, message in s.groups():
             await s.finish(host, message)
         await task
         assert s.evaluations.under_way == (4,)
+        assert s.evaluations.take_waited_s() >= 0.05 and s.evaluations.take_waited_s() == 0.0
         await s.finish_evaluations()
         assert [e["step"] for e in s.told.named("evaluation")] == [2, 4] and s.skipped() == []
 
