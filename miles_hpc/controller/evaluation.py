@@ -1,6 +1,6 @@
 """Evaluations of a term: before and after RL while training stands still, and every few steps beside it.
 
-    step done ─▶ begin ─▶ EvaluationBegun ─▶ groups beside training groups ─▶ note, metrics ─▶ Evaluated
+    step done ─▶ begin ─▶ EvaluationBegun ─▶ groups beside training groups ─▶ Evaluated ─▶ note, metrics
                    │                                   │
                    └ too many under way: wait, or skip └ failed, too late, weights gone ─▶ EvaluationSkipped
 
@@ -19,8 +19,8 @@
 | one per evaluation beside training | its groups | result, failure, eval.deadline_s |
 
 **After a cut.** What was begun and has no outcome on record is done again when the term starts from that very step;
-otherwise its weights are gone, and it is skipped with the reason `cut`. The note comes before the record: a cut between
-them tells a result again, and the newer one of a step counts.
+otherwise its weights are gone, and it is skipped with the reason `cut`. What is told to people
+follows the record: there is no note of a result that a later term doesn't know of.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from checkpoints.journal import EvaluationBegun, EvaluationSkipped
+from checkpoints.journal import Evaluated, EvaluationBegun, EvaluationSkipped
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import DurableJournal
 from miles_hpc.controller.engines import EngineFleet
@@ -293,11 +293,13 @@ class Evaluations:
             lag_steps=self._step() - version.step,
             duration_s=time.monotonic() - began,
         )
-        self._events.note("evaluation", **result.facts)
-        self._events.metric(result.step, result.metrics)
-        await self._journal.append(result.record)
-        self._evaluated.add(result.step)
-        self._outcome_known.add(result.step)
+
+        def tell() -> None:
+            self._evaluated.add(result.step)
+            self._events.note("evaluation", **result.facts)
+            self._events.metric(result.step, result.metrics)
+
+        await self._record(result.record, tell)
         try:
             n_bytes = await asyncio.to_thread(self._archive, version, groups)
         except FencedError:
@@ -308,7 +310,20 @@ class Evaluations:
             self._events.note("eval_archived", step=version.step, n_bytes=n_bytes)
 
     async def _skip(self, step: int, reason: str, evidence: str) -> None:
-        self._events.verdict("evaluation_skipped", step=step, reason=reason, evidence=evidence[:500])
-        self._events.metric(step, {f"eval/skipped_{reason}": 1.0})
-        await self._journal.append(EvaluationSkipped(step=step, reason=reason))
-        self._outcome_known.add(step)
+        def tell() -> None:
+            self._events.verdict("evaluation_skipped", step=step, reason=reason, evidence=evidence[:500])
+            self._events.metric(step, {f"eval/skipped_{reason}": 1.0})
+
+        await self._record(EvaluationSkipped(step=step, reason=reason), tell)
+
+    async def _record(self, outcome: Evaluated | EvaluationSkipped, tell: Callable[[], None]) -> None:
+        """Journal an outcome and then tell it, also when this task is cancelled meanwhile: both happen or neither."""
+        written = asyncio.ensure_future(self._journal.append(outcome))
+
+        def done(finished: asyncio.Future[None]) -> None:
+            if not finished.cancelled() and finished.exception() is None:
+                self._outcome_known.add(outcome.step)
+                tell()
+
+        written.add_done_callback(done)
+        await asyncio.shield(written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Stage:
     def __init__(self, run: RunConfig, plan: StartPlan, journal: DurableJournal, hosts: tuple[FakeHost, ...]) -> None:
         self.hosts, self.told, self.step = hosts, Told(), plan.step
         self.fenced = False
+        self.fence_s = 0.0  # how long the question takes
         self.archived: list[tuple[WeightVersion, int]] = []
         self.refusal: OSError | None = None
         self.members: Any = FakeMembers(hosts)
@@ -119,6 +121,7 @@ def play(
         with JournalWriter.create(folder, TermStarted(term=1, attempt=1)) as writer:
 
             def fence() -> None:
+                time.sleep(stage.fence_s)
                 if stage.fenced:
                     raise FencedError("a newer term")
 
@@ -482,6 +485,24 @@ def test_a_fence_ends_more_than_the_evaluation(tmp_path: Path) -> None:
             await s.evaluations.begin()
 
     assert play(tmp_path, scene) == [EvaluationBegun(step=2)]
+
+
+def test_what_is_on_record_is_told_also_when_the_term_ends_meanwhile(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        await s.weights(2)
+        await s.evaluations.begin()
+        await until(lambda: len(s.groups()) == 4, "all groups")
+        s.fence_s = 0.2
+        for host, message in s.groups():
+            await s.finish(host, message)
+        await asyncio.sleep(0.1)  # the record is being written
+        s.evaluations.close()
+        await asyncio.sleep(0.01)
+        assert s.evaluations.under_way == () and s.told.named("evaluation") == []
+        await until(lambda: s.told.named("evaluation"), "the note")
+        assert s.evaluations.count == 1
+
+    assert [type(r) for r in play(tmp_path, scene)] == [EvaluationBegun, Evaluated]
 
 
 def test_trajectories_that_cannot_be_archived_cost_nothing_else(tmp_path: Path) -> None:
