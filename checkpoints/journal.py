@@ -152,6 +152,7 @@ class Evaluated(Record, frozen=True, kw_only=True):
     n_samples: int = 1  # trajectories of each prompt
     pass_at: dict[int, float] = {}  # k -> pass@k
     truncated_ratio: float = 0.0
+    failed_ratio: float = 0.0
     version: tuple[int, int] | None = None
     oldest: tuple[int, int] | None = None
     newest: tuple[int, int] | None = None

@@ -46,9 +46,10 @@ def evaluations_table(story: RunStory) -> dict[str, Any]:
     """The table of all evaluations, where there are more than the two around RL or more to tell of them."""
     found = sorted(story.evaluations, key=lambda e: e.step)
     if all(e.when != "during" and e.n_samples == 1 for e in found):
-        return {"evaluations": [], "evaluation_passes": []}
+        return {"evaluations": [], "evaluation_passes": [], "evaluation_sizes": ""}
     passes = sorted({k for e in found for k in e.pass_at})
-    passes = passes if len(passes) <= 4 else [*passes[:3], passes[-1]]
+    passes = passes if len(passes) <= 3 else [passes[0], *passes[-2:]]
+    sizes = dict.fromkeys(e.size for e in found)
 
     def percent(share: float | None) -> str:
         return "" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
@@ -56,8 +57,7 @@ def evaluations_table(story: RunStory) -> dict[str, Any]:
     rows = [
         {
             "step": str(e.step),
-            "when": e.title if e.when != "during" else "beside training",
-            "size": e.size,
+            "when": e.when.replace("_", " "),
             "mean": signed(e.mean),
             "passes": ["" if k not in e.pass_at else signed(e.pass_at[k]) for k in passes],
             "truncated": percent(e.truncated_ratio),
@@ -67,4 +67,8 @@ def evaluations_table(story: RunStory) -> dict[str, Any]:
         }
         for e in found
     ]
-    return {"evaluations": rows, "evaluation_passes": [f"pass@{k}" for k in passes]}
+    return {
+        "evaluations": rows,
+        "evaluation_passes": [f"pass@{k}" for k in passes],
+        "evaluation_sizes": " or ".join(sizes),
+    }

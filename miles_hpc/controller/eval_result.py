@@ -42,6 +42,7 @@ class EvalResult:
             n_samples=scores.n_samples,
             pass_at=scores.pass_at,
             truncated_ratio=scores.truncated_ratio,
+            failed_ratio=scores.failed_ratio,
             version=_pair(self.version),
             oldest=_pair(self.oldest),
             newest=_pair(self.newest),
@@ -64,6 +65,7 @@ class EvalResult:
             "by_label": scores.by_label,
             "pass_at": {str(k): value for k, value in scores.pass_at.items()},
             "truncated_ratio": scores.truncated_ratio,
+            "failed_ratio": scores.failed_ratio,
             "version": str(self.version),
             "oldest": None if self.oldest is None else str(self.oldest),
             "newest": None if self.newest is None else str(self.newest),
@@ -78,6 +80,7 @@ class EvalResult:
         values = {
             prefix: scores.mean,
             f"{prefix}-truncated_ratio": scores.truncated_ratio,
+            f"{prefix}-failed_ratio": scores.failed_ratio,
             "eval/lag_steps": float(self.lag_steps),
             "eval/duration_seconds": round(self.duration_s, 3),
         }

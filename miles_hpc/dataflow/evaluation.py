@@ -75,6 +75,7 @@ class EvalScores:
     by_label: dict[str, float]  # mean reward of each label's trajectories
     pass_at: dict[int, float]  # k -> pass@k
     truncated_ratio: float
+    failed_ratio: float  # an agent function's failures; those of engines and sandboxes are tried again instead
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -105,6 +106,7 @@ def score(prompts: Sequence[Sequence[Outcome]], *, success_reward: float) -> Eva
         by_label={label: _mean(rewards) for label, rewards in sorted(by_label.items())},
         pass_at={k: _mean([pass_at_k(n, c, k) for n, c in solved]) for k in pass_ks(n_samples)},
         truncated_ratio=_mean([float(outcome.status is SampleStatus.TRUNCATED) for outcome in everything]),
+        failed_ratio=_mean([float(outcome.status is SampleStatus.FAILED) for outcome in everything]),
     )
 
 

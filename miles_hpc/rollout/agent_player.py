@@ -38,7 +38,7 @@ from miles_hpc.core.types import GroupPurpose, SampleStatus
 from miles_hpc.dataflow.source import derive_seed
 from miles_hpc.rollout.agent_function import AgentOutcome, AgentRunner, AgentSession, AgentTask, load_agent
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
-from miles_hpc.rollout.sampler import Played, trajectory_name
+from miles_hpc.rollout.sampler import Played, TrainingRecord, trajectory_name
 from miles_hpc.rollout.session.client import SessionClient, SessionHandle, SessionState
 from miles_hpc.rollout.session.payload import WireSample
 from miles_hpc.rollout.session.record import SessionRecord
@@ -145,7 +145,8 @@ class AgentPlayer:
         if why:
             metadata["error"] = why
         environment_s = outcome.tool_time_s + episode.spent_s
-        records = [SampledRecord(sample) for sample in samples] or [self._nothing(job)]
+        records: list[TrainingRecord] = [SampledRecord(sample) for sample in samples]
+        records = records or [self._nothing(job)]
         return [
             Played(
                 index=index if branch == 0 else job.n_samples * branch + index,

@@ -91,7 +91,8 @@ def _little(dtype: str) -> np.dtype[Any]:
 
 
 def _with_crc(data: bytes) -> bytes:
-    return data + crc32c(data).to_bytes(_CRC_BYTES, "little")
+    checksum: int = crc32c(data)
+    return data + checksum.to_bytes(_CRC_BYTES, "little")
 
 
 def _without_crc(data: bytes | memoryview, what: str) -> bytes:

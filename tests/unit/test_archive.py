@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import h5py
+import msgspec
 import numpy as np
 import pytest
 
-from miles_hpc.core.errors import UserError
+from miles_hpc.controller.cleaning import archive_evaluation
+from miles_hpc.core.errors import FencedError, UserError
+from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.types import (
     Array,
     ChatMessage,
     GroupPurpose,
+    GroupSummary,
+    PayloadRef,
     Prompt,
     SampleStatus,
     Trajectory,
@@ -22,6 +28,7 @@ from miles_hpc.core.types import (
     WeightVersion,
 )
 from miles_hpc.dataflow.archive import archive_name, write_archive
+from tests.unit.groups import summary
 
 
 def trajectory(group_id: int, index: int, n: int, version: WeightVersion | None) -> Trajectory:
@@ -99,3 +106,51 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no groups"):
         write_archive(tmp_path / "a.h5", [])
     assert list(tmp_path.iterdir()) == []
+
+
+def spooled(paths: RunPaths, number: int) -> GroupSummary:
+    """An evaluation's group on storage, as a host announces it."""
+    made = group(number, WeightVersion(2, 12))
+    data = msgspec.msgpack.encode(made)
+    path = paths.spool(2, "host") / f"eval-{number}-0.msgpack"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    announced = summary(number, purpose=GroupPurpose.EVAL)
+    return msgspec.structs.replace(
+        announced, payload=PayloadRef(path=paths.relative(path), n_bytes=len(data), crc32=zlib.crc32(data))
+    )
+
+
+def test_an_evaluation_is_one_file_and_its_payloads_go(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    groups = [spooled(paths, number) for number in (7, 8)]
+    other = spooled(paths, 99)
+    asked: list[str] = []
+    n_bytes = archive_evaluation(paths, WeightVersion(2, 12), groups, fence=lambda: asked.append("fence"))
+    path = paths.archive / "eval.v000012.t000002.h5"
+    assert path.stat().st_size == n_bytes and len(asked) == 2
+    with h5py.File(path) as file:
+        assert sorted(set(file["trajectories"]["group_id"])) == [7, 8]
+    assert not any((paths.root / g.payload.path).exists() for g in groups)
+    assert (paths.root / other.payload.path).exists()
+
+
+def test_a_fenced_controller_archives_and_removes_nothing(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    groups = [spooled(paths, 7)]
+
+    def fence() -> None:
+        raise FencedError("a newer term")
+
+    with pytest.raises(FencedError):
+        archive_evaluation(paths, WeightVersion(2, 12), groups, fence=fence)
+    assert not paths.archive.exists() and (paths.root / groups[0].payload.path).exists()
+
+
+def test_a_payload_that_is_gone_leaves_the_others(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    groups = [spooled(paths, 7), spooled(paths, 8)]
+    (paths.root / groups[1].payload.path).unlink()
+    with pytest.raises(FileNotFoundError):
+        archive_evaluation(paths, WeightVersion(2, 12), groups, fence=lambda: None)
+    assert (paths.root / groups[0].payload.path).exists()

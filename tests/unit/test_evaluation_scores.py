@@ -61,7 +61,10 @@ def test_scores_of_prompts() -> None:
     assert scores.by_label == {"a": 0.75, "b": 0.25}
     assert scores.pass_at == {1: pytest.approx(0.5), 2: pytest.approx(2 / 3)}
     assert scores.truncated_ratio == pytest.approx(1 / 6)
+    assert scores.failed_ratio == 0.0
     assert score(prompts, success_reward=0.5).pass_at[2] == 1.0
+    broken = [[Outcome(0.0, SampleStatus.FAILED), Outcome(1.0, DONE)]]
+    assert score(broken, success_reward=1.0).failed_ratio == 0.5
 
 
 def test_a_prompt_that_has_fewer_trajectories_bounds_k() -> None:

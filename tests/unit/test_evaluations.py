@@ -203,6 +203,7 @@ def test_alone_every_engine_holds_the_version_before_the_first_episode(tmp_path:
             "eval/shell/a",
             "eval/shell-pass@1",
             "eval/shell-truncated_ratio",
+            "eval/shell-failed_ratio",
             "eval/lag_steps",
             "eval/duration_seconds",
             "eval/version_share",
