@@ -133,6 +133,7 @@ class SglangConfig(Section, frozen=True, kw_only=True):
 
     num_gpus_per_engine: int = 1  # devices of one engine, by tensor parallelism
     pause_generation_mode: Literal["in_place", "abort"] = "in_place"  # what a weight update does to requests under way
+    enable_memory_saver: bool = False  # device memory can be given back between steps; needs torch_memory_saver
     check_weights: bool = True  # compare all live parameters with what was sent, in each update
     args: dict[str, Any] = {}  # more of its server's arguments, by their names without dashes
 

@@ -17,7 +17,7 @@ All methods are coroutines of one event loop; none blocks it. Raises what `Trans
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,7 +30,10 @@ from miles_hpc.core.messages import EngineDescription, WeightsSynced
 from miles_hpc.core.transport import Endpoint
 from miles_hpc.core.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
 
-__all__ = ["Connect", "EngineSpec", "Generation", "RolloutEngine", "check_ids", "check_request"]
+__all__ = ["MEMORY_TAGS", "Connect", "EngineSpec", "Generation", "RolloutEngine", "check_ids", "check_request"]
+
+#: What an engine's device memory holds.
+MEMORY_TAGS = ("kv_cache", "weights")
 
 #: Opens an endpoint to an address within so many seconds: `Transport.connect` with its handler left out.
 Connect: TypeAlias = Callable[[str, float], Awaitable[Endpoint]]
@@ -115,6 +118,18 @@ class RolloutEngine(ABC):
         Raises IntegrityError (as RemoteError's kind) when they differ; the engine then holds no version and serves
         nothing until a sync succeeds.
         """
+
+    async def release_memory(self, tags: Collection[str], *, deadline_s: float) -> None:
+        """Give device memory back, of `MEMORY_TAGS`. What is released already stays so.
+
+        kv_cache: requests under way stop, keep what was sampled, and go on after it is resumed; prefixes are forgotten.
+        weights: the engine holds no version until they are resumed and synced. Raises UserError where it can't.
+        """
+        raise UserError(f"engine {self.name}: this kind of engine can't give memory back")
+
+    async def resume_memory(self, tags: Collection[str], *, deadline_s: float) -> None:
+        """Take memory again that was released. Raises as `release_memory` does."""
+        raise UserError(f"engine {self.name}: this kind of engine can't give memory back")
 
     @abstractmethod
     async def close(self) -> None:

@@ -21,6 +21,7 @@ def engine_options(run: RunConfig, site: SiteConfig, *, log: Path | None) -> dic
             "tensor_parallel": sglang.num_gpus_per_engine,
             "pause": sglang.pause_generation_mode,
             "check": sglang.check_weights,
+            "memory_saver": sglang.enable_memory_saver,
             "args": sglang.args,
             "routed_experts": run.rollout.routing_replay,
             "log": log,

@@ -38,7 +38,7 @@ from tests.conformance.engines import (
     sync,
     until,
 )
-from tests.conformance.sglang_servers import forwards, options, shared_engine, start_server
+from tests.conformance.sglang_servers import STEP_S, forwards, options, shared_engine, start_server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -401,7 +401,9 @@ def _scheduler_of(server) -> int:
     return min(found)
 
 
-def test_a_deadline_that_falls_into_an_update_is_kept_after_it(tmp_path: Path) -> None:
+def test_a_deadline_that_falls_into_an_update(tmp_path: Path) -> None:
+    """What is at the server answers after the pause; what isn't there yet answers in time."""
+
     async def scenario(engine: SglangEngine, source: Source, folder: Path) -> None:
         await sync(engine, source, source.stage(1, make_model(folder, 1)))
         v2 = source.stage(2, make_model(folder, 2))
@@ -412,15 +414,61 @@ def test_a_deadline_that_falls_into_an_update_is_kept_after_it(tmp_path: Path) -
             await load(*what)
 
         engine.updating.load = held_up  # type: ignore[method-assign]
+        before = forwards()
+        early = asyncio.ensure_future(
+            generate(engine, [1, 2, 3], session="early", max_new_tokens=40, deadline_s=40 * STEP_S)
+        )
+        await until(lambda: forwards() >= before + 3)
         syncing = asyncio.ensure_future(sync(engine, source, v2))
         await until(lambda: not engine.state.may_start.is_set())
-        late = asyncio.ensure_future(generate(engine, [1, 2, 3], session="late", deadline_s=0.2))
-        await asyncio.sleep(1.0)
-        assert not late.done()  # nothing answers in the pause
+        late = await asyncio.wait_for(generate(engine, [1, 2, 3], session="late", deadline_s=0.2), 10)
+        assert late.finish_reason is FinishReason.ABORT and len(late.output_ids) == 0
+        await asyncio.sleep(40 * STEP_S)
+        assert not early.done()  # nothing answers in the pause
         let_go.set()
         await syncing
-        found = await late
-        assert found.finish_reason is FinishReason.ABORT and len(found.output_ids) < 12
+        found = await early
+        assert found.finish_reason is FinishReason.ABORT and 0 < len(found.output_ids) < 40
         assert len((await generate(engine, [1, 2, 3], session="b")).output_ids) == 12
+
+    play(scenario, tmp_path)
+
+
+def test_memory_is_given_back_and_requests_go_on_after_it(tmp_path: Path) -> None:
+    """On a CPU the server gives nothing back; what the engine promises around it is the same."""
+
+    async def scenario(engine: SglangEngine, source: Source, folder: Path) -> None:
+        with pytest.raises(UserError, match=r"memory tags \['cache'\]: expected some of kv_cache, weights"):
+            await engine.release_memory(["cache"], deadline_s=30)
+        models = [make_model(folder, seed) for seed in (1, 2)]
+        await sync(engine, source, source.stage(1, models[0]))
+        v2 = source.stage(2, models[1])
+        task = await under_way(engine, max_new_tokens=20)
+        await engine.release_memory(["kv_cache"], deadline_s=30)
+        await engine.release_memory(["kv_cache", "weights"], deadline_s=30)
+        assert (await engine.describe()).version is None
+        late = await asyncio.wait_for(generate(engine, [1, 2, 3], session="late", deadline_s=0.3), 10)
+        assert late.finish_reason is FinishReason.ABORT and len(late.output_ids) == 0 and not task.done()
+        with pytest.raises(UserError, match="resume it before a sync"):
+            await sync(engine, source, v2)
+        await engine.resume_memory(["weights"], deadline_s=30)
+        await sync(engine, source, v2)
+        await asyncio.sleep(0.3)
+        assert not task.done()  # without a cache nothing is sampled
+        await engine.resume_memory(["kv_cache"], deadline_s=30)
+        found = await task
+        assert [span.version.step for span in found.versions] == [1, 2] and len(found.output_ids) == 20
+        tokens = np.asarray(prompts(1)[0].tolist())
+        after = await generate(engine, tokens, session="after", max_new_tokens=9)
+        close(after.log_probs, models[1], np.concatenate((tokens, after.output_ids)), 9)
+
+    play(scenario, tmp_path, memory_saver=True)
+
+
+def test_memory_stays_where_the_run_did_not_ask_for_it(tmp_path: Path) -> None:
+    async def scenario(engine: SglangEngine, source: Source, folder: Path) -> None:
+        for call in (engine.release_memory, engine.resume_memory):
+            with pytest.raises(UserError, match="enable_memory_saver = true"):
+                await call(["weights"], deadline_s=5)
 
     play(scenario, tmp_path)

@@ -23,7 +23,7 @@ import importlib
 import itertools
 import json
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from miles_hpc.rollout.session.tokenizer import shape_of
 from miles_hpc.rollout.sglang.api import Layers, parse_scores, score_request
 from miles_hpc.rollout.sglang.capabilities import probe
 from miles_hpc.rollout.sglang.generating import Generating
+from miles_hpc.rollout.sglang.memory import Memory
 from miles_hpc.rollout.sglang.server import SglangServer
 from miles_hpc.rollout.sglang.settings import SglangOptions
 from miles_hpc.rollout.sglang.state import EngineState
@@ -75,6 +76,7 @@ class SglangEngine(RolloutEngine):
             model_type=str(config.get("model_type", "")),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
+        self._memory = Memory(self.state, self.updating)
         self._scores = 0
         self._watcher: asyncio.Task[None] | None = None
 
@@ -202,6 +204,14 @@ class SglangEngine(RolloutEngine):
     ) -> WeightsSynced:
         """See RolloutEngine and updating.py."""
         return await self.updating.sync(version, source, plan_digest, deadline_s=deadline_s)
+
+    async def release_memory(self, tags: Collection[str], *, deadline_s: float) -> None:
+        """See RolloutEngine and memory.py."""
+        await self._memory.release(tags, deadline_s=deadline_s)
+
+    async def resume_memory(self, tags: Collection[str], *, deadline_s: float) -> None:
+        """See RolloutEngine and memory.py."""
+        await self._memory.resume(tags, deadline_s=deadline_s)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -4,7 +4,7 @@
 |---|---|---|
 | generate | its answer | the request's deadline; then it is aborted and answers with what it has |
 | an aborted request | the answer to its abort | `_ABORT_S`, not counting updates; then DeadlineExpired |
-| a part | an update's end | that has a deadline of its own |
+| a part | an update's end, memory that was given back | the request's deadline |
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ class Generating:
         rows = None if self._layers is None else self._layers.decode("", 0)
         fruitless = 0
         for number in itertools.count():
-            await state.may_start.wait()
-            version = state.check_serving()
+            await self._may_go_on(request)
             if request.aborted:
                 return parts.whole(FinishReason.ABORT, no_rows=rows)
+            version = state.check_serving()
             ids = np.concatenate((input_ids, *parts.output_ids)) if number else input_ids
             request.rid = f"{key}.{number}"
             body = generate_request(
@@ -166,6 +166,14 @@ class Generating:
             reason = FinishReason.LENGTH if interrupted else part.finish_reason
             return parts.whole(reason, no_rows=rows)
         raise AssertionError("unreachable")
+
+    async def _may_go_on(self, request: Request) -> None:
+        """Wait while nothing may start. Who is aborted meanwhile isn't at the server, and needn't wait on."""
+        while not self._state.may_start.is_set() and not request.aborted:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._state.may_start.wait(), _POLL_S)
+        if request.failure is not None:
+            raise request.failure
 
     async def _ask(self, request: Request, body: dict[str, object], deadline: Deadline) -> bytes:
         state = self._state

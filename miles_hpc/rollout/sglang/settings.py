@@ -59,6 +59,7 @@ class SglangOptions:
     pause: str = "in_place"
     check: bool = True
     routed_experts: bool = True
+    memory_saver: bool = False  # its memory can be released and resumed
     log: Path | None = None  # of the server
     start_deadline_s: float = 600.0
 
@@ -105,6 +106,8 @@ def server_arguments(
         fixed["context-length"] = spec.max_length + _RESERVED
     if shape.n_experts and options.routed_experts:
         fixed["enable-return-routed-experts"] = True
+    if options.memory_saver:
+        fixed["enable-memory-saver"] = True
     if options.pause == "in_place":
         # With overlap a batch is under way when the pause begins: its tokens would get the label of the next weights.
         fixed["disable-overlap-schedule"] = True

@@ -32,7 +32,10 @@ class EngineState:
     version: WeightVersion | None = None  # what all ranks were found to hold
     lost: str = ""  # why the server is gone
     heard: float = 0.0  # monotonic; when it last showed that it lives
-    may_start: asyncio.Event = field(default_factory=asyncio.Event)  # cleared while an update has the server to itself
+    # Cleared while an update has the server to itself, or memory is given back.
+    may_start: asyncio.Event = field(default_factory=asyncio.Event)
+    released: set[str] = field(default_factory=set)  # device memory that was given back, by tag
+    awaits_weights: bool = False  # their memory was given back, and no sync has filled it since
     born: dict[str, WeightVersion] = field(default_factory=dict)  # session -> version of its first request
 
     def __post_init__(self) -> None:
@@ -63,10 +66,17 @@ class EngineState:
             raise ProtocolError(f"engine {self.name} holds no verified weights: sync it first")
         return self.version
 
+    def open_again(self) -> None:
+        """Requests may start, unless memory that they need is given back or undefined."""
+        if not self.released and not self.awaits_weights:
+            self.may_start.set()
+
     def end_server(self, why: str) -> None:
         """It holds nothing that anybody knows: end it."""
         self.version = None
         self.lost = why
+        self.released, self.awaits_weights = set(), False  # who waits shall hear of it
+        self.may_start.set()
         self.server.kill()
 
     def namespace(self, session_id: str, version: WeightVersion) -> str:

@@ -20,7 +20,7 @@ import secrets
 import time
 
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import DeadlineExpired, IntegrityError, MilesError
+from miles_hpc.core.errors import DeadlineExpired, IntegrityError, MilesError, UserError
 from miles_hpc.core.messages import WeightManifest, WeightsSynced
 from miles_hpc.core.types import WeightVersion
 from miles_hpc.rollout.sglang.api import NO_VERSION
@@ -49,7 +49,7 @@ class Updating:
         self._generating = generating
         self._model_type = model_type
         self._tied = tied
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()  # held by who has the server to itself
         self._tasks: set[asyncio.Task[WeightsSynced]] = set()
         self._longest_pause_s = 0.0
 
@@ -75,7 +75,7 @@ class Updating:
 
     async def _sync(self, version: WeightVersion, source: str, plan_digest: bytes, deadline: Deadline) -> WeightsSynced:
         state = self._state
-        async with self._lock:
+        async with self.lock:
             state.check_alive()
             deadline.check()
             tensors: list[StagedTensor] = []
@@ -111,6 +111,8 @@ class Updating:
                 f"{deadline.what}: {deadline.remaining_s:.1f} s are left after fetching, and the last pause took "
                 f"{self._longest_pause_s:.1f} s: raise control.sync_deadline_s"
             )
+        if "weights" in state.released:
+            raise UserError(f"engine {state.name}: the memory of its weights is released: resume it before a sync")
         began = time.monotonic()
         state.may_start.clear()
         try:
@@ -121,6 +123,7 @@ class Updating:
                     await state.client.go_on(CONTROL_S)
                 raise
             try:
+                state.awaits_weights = False  # from here on they are these, or the engine is tainted
                 await self.load(tensors, deadline)
                 if mode == "abort":
                     await self._flush()
@@ -134,7 +137,7 @@ class Updating:
                 raise
         finally:
             state.heard = time.monotonic()
-            state.may_start.set()
+            state.open_again()
         self._longest_pause_s = time.monotonic() - began
         return self._longest_pause_s
 
