@@ -18,18 +18,16 @@ Only the controller writes the journal and publishes manifests; both ask the fen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 
 from checkpoints.journal import JournalWriter, RunCompleted
-from miles_hpc.cluster.lifecycle import should_continue
-from miles_hpc.control.terms import check_newest
 from miles_hpc.controller.cleaning import archive_evaluation
 from miles_hpc.controller.dispatch import Dispatcher
 from miles_hpc.controller.durable import NO_SPACE, DurableJournal
+from miles_hpc.controller.ending import DRAIN_S, AllocationEnds, Clock, Fence, looking_after
 from miles_hpc.controller.engines import EngineFleet
 from miles_hpc.controller.evaluation import Evaluations
 from miles_hpc.controller.members import Members
@@ -40,7 +38,7 @@ from miles_hpc.controller.trainer_calls import TrainerLost, TrainerWorld
 from miles_hpc.controller.training import Training
 from miles_hpc.core.config import RunConfig, SiteConfig
 from miles_hpc.core.deadline import Deadline
-from miles_hpc.core.errors import FencedError, MilesError, ProtocolError, RemoteError
+from miles_hpc.core.errors import FencedError, ProtocolError, RemoteError
 from miles_hpc.core.messages import (
     Ack,
     CheckpointWritten,
@@ -51,7 +49,6 @@ from miles_hpc.core.messages import (
     Message,
     RestartHost,
     RestartRole,
-    SaveCheckpoint,
 )
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.telemetry import EventLog
@@ -60,18 +57,7 @@ from miles_hpc.dataflow.buffer import GroupBuffer
 from miles_hpc.dataflow.packing import train_items
 from miles_hpc.dataflow.source import PromptSource
 
-__all__ = ["AllocationEnds", "TermLoop"]
-
-T = TypeVar("T")
-
-#: Seconds that the end of an allocation needs besides one step and one save: hanging up, ending the steps, requeueing.
-_END_MARGIN_S = 12.0
-_DRAIN_S = 5.0
-_FENCE_S = 1.0
-
-
-class AllocationEnds(MilesError):
-    """State is saved; the run goes on in the next allocation."""
+__all__ = ["TermLoop"]
 
 
 class TermLoop:
@@ -96,16 +82,16 @@ class TermLoop:
         self._paths = paths
         self._plan = plan
         self._events = events
-        self._ending = ending
+        self._clock = Clock(ending, remaining_s)
         self._warned = warned
-        self._remaining_s = remaining_s
         self._term = credentials.identity.term
         self._attempt = credentials.identity.attempt
+        self._fence = Fence(paths, self._term, self._attempt)
         self._last_step = run.sft.steps + run.rollout.n_steps
         self._journal = DurableJournal(
             journal,
-            fence=self._check_fence,
-            patient=self._may_wait_for_room,
+            fence=self._fence.check,
+            patient=self._clock.has_room_to_wait,
             patience_s=run.control.step_deadline_s,
             on_full=lambda error: events.verdict("storage_full", peer="journal", evidence=str(error)),
             on_room=lambda waited_s: events.note("storage_has_room", waited_s=round(waited_s, 1)),
@@ -150,7 +136,7 @@ class TermLoop:
             journal=self._journal,
             events=events,
             step=lambda: self._step,
-            archive=partial(archive_evaluation, paths, fence=self._check_fence),
+            archive=partial(archive_evaluation, paths, fence=self._fence.check),
         )
         self._training = Training(
             run,
@@ -177,8 +163,7 @@ class TermLoop:
             live_stores=self._buffer.routing_stores,
         )
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._closing = False
-        self._adopted = False
+        self._closing = self._adopted = False
 
     @property
     def _step(self) -> int:
@@ -190,7 +175,7 @@ class TermLoop:
     async def run(self) -> None:
         """Returns when the run is complete. Raises AllocationEnds, TrainerLost, FencedError, DeadlineExpired."""
         main = asyncio.create_task(self._main())
-        fence = asyncio.create_task(self._watch_fence())
+        fence = asyncio.create_task(self._fence.watch(self._fenced))
         over = False
         try:
             await asyncio.wait({main, self._broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -209,19 +194,6 @@ class TermLoop:
             self._evaluations.close()
             self._fleet.close()
             await self._members.close("the run ended" if over else "the term ended", shut_down=over)
-
-    def _check_fence(self) -> None:
-        check_newest(self._paths, self._term, self._attempt)
-
-    async def _watch_fence(self) -> None:
-        """End this term when a newer attempt or term exists, also while nothing is there to be published."""
-        while True:
-            await asyncio.sleep(_FENCE_S)
-            try:
-                await asyncio.to_thread(self._check_fence)
-            except FencedError as error:
-                self._fenced(error)
-                return
 
     def _on_newer(self, peer: PeerIdentity) -> None:
         """A process of a newer attempt or term looked for its own controller and found this one."""
@@ -242,20 +214,20 @@ class TermLoop:
             await self._warm_start()
         await self._training.publish()
         if when := self._evaluations.before():
-            await self._or_ending(self._evaluations.alone(when))
+            await looking_after(self._look, self._evaluations.alone(when))
             await self._save(wait=False)
         await self._take_over()
         self._events.note("phase", phase="rl", first_step=self._step + 1)
         self._dispatch.start_producer(batches_left=lambda: self._last_step - self._buffer.formed_step)
         await self._evaluations.resume()
         while self._step < self._last_step:
-            await self._or_ending(self._evaluations.begin())
+            await looking_after(self._look, self._evaluations.begin())
             await self._training.rl_step()
             await self._save_if_due(self._step % run.checkpoint.interval_steps == 0 or self._warned.is_set())
         self._dispatch.close()
-        await self._or_ending(self._evaluations.settle())
+        await looking_after(self._look, self._evaluations.settle())
         if when := self._evaluations.after():
-            await self._or_ending(self._evaluations.alone(when))
+            await looking_after(self._look, self._evaluations.alone(when))
         await self._save(wait=True)
         await self._journal.append(RunCompleted(step=self._step))
         self._events.note("run_complete", trained_groups=self._training.trained_groups, steps=self._step)
@@ -268,7 +240,7 @@ class TermLoop:
             return self._trainer.present and self._fleet.count() > 0
 
         with self._events.span("gather"):
-            await self._or_ending(self._members.wait(ready, deadline))
+            await looking_after(self._look, self._members.wait(ready, deadline))
 
     async def _load(self) -> None:
         folder = "" if self._plan.checkpoint is None else self._paths.relative(self._plan.checkpoint)
@@ -300,7 +272,7 @@ class TermLoop:
         self._events.note("phase", phase="sft", first_step=self._step + 1)
         with self._events.span("sft_data"):
             wanted = self._dispatch.demonstrations(sft.n_demonstrations)
-            demos = await self._or_ending(self._dispatch.collect(wanted))
+            demos = await looking_after(self._look, self._dispatch.collect(wanted))
         while self._step < sft.steps:
             await self._check_allocation()
             chosen = [demos[i] for i in sft_batch(len(demos), sft.batch_size, self._step + 1, self._run.seed)]
@@ -327,16 +299,12 @@ class TermLoop:
     async def _save(self, *, wait: bool) -> None:
         """Start a checkpoint of the current step; with `wait` return when its manifest is published."""
         deadline_s = self._run.control.call_deadline_s
-
-        async def send(message: SaveCheckpoint) -> None:
-            await self._trainer.call(message, Ack, deadline_s=deadline_s)
-
         with self._events.span("save", step=self._step):
             await self._checkpoints.save(
                 self._step,
                 groups=self._groups_at_stake,
                 evaluations=self._evaluations.count,
-                send=send,
+                send=lambda message: self._trainer.call(message, Ack, deadline_s=deadline_s),
                 deadline_s=deadline_s,
                 wait=wait,
             )
@@ -349,47 +317,31 @@ class TermLoop:
 
     async def _check_allocation(self) -> None:
         """Drain, save and raise AllocationEnds when one more step and a save don't fit, or when told to."""
-        remaining = self._remaining_s()
-        step_s, save_s = (
-            1.5 * self._training.step_s,
-            2.0 * self._checkpoints.longest_s,
-        )  # both vary, and a late save is none
-        fits = remaining is None or should_continue(remaining, step_s, save_s, _END_MARGIN_S + _DRAIN_S)
-        if fits and not self._ending.is_set():
+        # Both vary, and a late save is none.
+        step_s, save_s = 1.5 * self._training.step_s, 2.0 * self._checkpoints.longest_s
+        if self._clock.has_room_for(step_s, save_s):
             return
-        self._events.note("drain", remaining_s=remaining, step_s=step_s, save_s=save_s)
+        self._events.note("drain", remaining_s=self._clock.remaining_s(), step_s=step_s, save_s=save_s)
         if not self._trainer.loaded:  # the trainer isn't back yet: what counts is in the newest checkpoint already
             raise AllocationEnds(f"allocation {self._attempt} ends before its trainer was ready: step {self._step}")
-        await self._dispatch.drain(_DRAIN_S)
+        await self._dispatch.drain(DRAIN_S)
         await self._save(wait=True)
         raise AllocationEnds(f"allocation {self._attempt} ends: saved step {self._step} of {self._last_step}")
 
-    def _may_wait_for_room(self) -> bool:
-        """Whether the allocation lasts long enough to wait until a full file system has room."""
-        remaining = self._remaining_s()
-        return not self._ending.is_set() and (remaining is None or remaining > _END_MARGIN_S + _DRAIN_S)
+    async def _look(self) -> None:
+        """`_check_allocation`, but while a loaded trainer is away: its loss has a verdict of its own."""
+        if not self._trainer.loaded or self._trainer.present:
+            await self._check_allocation()
 
     def _on_refused(self, error: OSError) -> None:
         """The journal has a gap: what memory says from here on isn't on record, so the term ends with what is."""
         if self._broken.done():
             return
-        if error.errno in NO_SPACE and not self._may_wait_for_room():
+        if error.errno in NO_SPACE and not self._clock.has_room_to_wait():
             kept = f"step {self._checkpoints.newest_step} is the newest saved"
             self._broken.set_exception(AllocationEnds(f"the allocation ends on a full file system, {kept}: {error}"))
         else:
             self._broken.set_exception(error)
-
-    async def _or_ending(self, awaitable: Coroutine[Any, Any, T]) -> T:
-        """Await it, but look after the allocation meanwhile."""
-        task = asyncio.create_task(awaitable)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=0.5)
-                if not task.done() and (not self._trainer.loaded or self._trainer.present):
-                    await self._check_allocation()
-            return task.result()
-        finally:
-            task.cancel()
 
     # ------------------------------------------------------------------------------------------ messages, losses
 
@@ -422,9 +374,9 @@ class TermLoop:
 
     def _on_notice(self, peer: PeerIdentity, notice: str) -> None:
         """Slurm tells steps of a preemption, and not the batch script: drain and save before the steps are killed."""
-        if not self._ending.is_set() and not self._closing:
+        if not self._clock.ending.is_set() and not self._closing:
             self._events.note("notice", peer=peer.name, evidence=notice)
-            self._ending.set()
+            self._clock.ending.set()
 
     def _on_lost(self, peer: PeerIdentity, evidence: str) -> None:
         if self._closing or self._broken.done():

@@ -21,7 +21,8 @@ from pathlib import Path
 from checkpoints.journal import JournalWriter, read_journals
 from checkpoints.manifest import list_checkpoints, started_after
 from miles_hpc.control.terms import claim_term
-from miles_hpc.controller.loop import AllocationEnds, TermLoop
+from miles_hpc.controller.ending import AllocationEnds
+from miles_hpc.controller.loop import TermLoop
 from miles_hpc.controller.recovery import choose_checkpoint, plan_start
 from miles_hpc.controller.trainer_calls import TrainerLost
 from miles_hpc.core import exits

@@ -84,7 +84,7 @@ class Checkpoints:
         *,
         groups: Callable[[], tuple[int, tuple[int, ...]]],
         evaluations: int,
-        send: Callable[[SaveCheckpoint], Awaitable[None]],
+        send: Callable[[SaveCheckpoint], Awaitable[object]],
         deadline_s: float,
         wait: bool,
     ) -> None:
