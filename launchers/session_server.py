@@ -45,9 +45,12 @@ def main() -> int:
     except UserError as error:
         print(f"session server {args.name}: error: {error}", file=sys.stderr)
         return exits.USER_ERROR
-    except IntegrityError as error:  # a journal that can't be read; the agent may move it away and start again
+    except IntegrityError as error:  # a journal that can't be read, or another version's
         print(f"session server {args.name}: {error}", file=sys.stderr)
-        return exits.FAILED
+        return exits.UNREADABLE
+    except OSError as error:
+        print(f"session server {args.name}: {error}", file=sys.stderr)
+        return exits.NO_STORAGE
 
 
 async def _serve(args: argparse.Namespace, run: RunConfig, paths: RunPaths, parent: int) -> int:

@@ -28,6 +28,7 @@ def eval_summary(groups: Sequence[GroupSummary]) -> tuple[float, dict[str, float
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """What the sampled batch tells: reward, staleness, lengths."""
     trajectories = [t for group in batch.groups for t in group.trajectories]
+    rollouts = [t for group in batch.groups for t in group.rollouts]
     mean, by_label = eval_summary(batch.groups)
     same = [len({t.reward for t in group.trajectories}) == 1 for group in batch.groups]
     metrics = {
@@ -36,9 +37,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/staleness_max": float(max(batch.staleness)),
         "rollout/response_length": float(np.mean([t.n_loss_tokens for t in trajectories])),
         "rollout/total_lengths": float(np.mean([t.n_tokens for t in trajectories])),
-        "rollout/trajectories_per_rollout": len(trajectories) / sum(len(group.rollouts) for group in batch.groups),
+        "rollout/trajectories_per_rollout": len(trajectories) / len(rollouts),
         "rollout/turns": float(np.mean([t.turns for t in trajectories])),
-        "rollout/truncated_ratio": float(np.mean([t.status is SampleStatus.TRUNCATED for t in trajectories])),
+        "rollout/truncated_ratio": float(np.mean([t.status is SampleStatus.TRUNCATED for t in rollouts])),
         "rollout/zero_std_ratio": float(np.mean(same)),
         "rollout/generation_s": float(sum(g.generation_s for g in batch.groups)),
         "rollout/environment_s": float(sum(g.environment_s for g in batch.groups)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DONE", "FAILED", "FENCED", "NEXT_ALLOCATION", "USER_ERROR"]
+__all__ = ["DONE", "FAILED", "FENCED", "NEXT_ALLOCATION", "NO_STORAGE", "UNREADABLE", "USER_ERROR"]
 
 #: The run is complete.
 DONE = 0
@@ -10,6 +10,10 @@ DONE = 0
 FAILED = 1
 #: Bad input: one line was printed, nothing was written. argparse uses the same code.
 USER_ERROR = 2
+#: What an earlier process of ours stored can't be read: move it aside, or mend it.
+UNREADABLE = 3
+#: Storage takes nothing, or can't be reached; waiting may help.
+NO_STORAGE = 4
 #: State is saved; the run goes on in the next allocation.
 NEXT_ALLOCATION = 10
 #: A newer term or attempt exists; nobody needs to start this again.

@@ -95,6 +95,12 @@ def _agent(run: RunConfig, site: SiteConfig) -> Iterator[str]:
         yield f"rollout.custom_agent_function_path: '{path}': expected module:function"
     if options and not path:
         yield "rollout.agent_options: there is no agent to give them to: set rollout.custom_agent_function_path"
+    slots = run.rollout.engines_per_host * run.rollout.slots_per_engine
+    if path and run.sessions.max_sessions < slots:
+        yield (
+            f"sessions.max_sessions = {run.sessions.max_sessions} with rollout.engines_per_host * "
+            f"rollout.slots_per_engine = {slots}: each slot's agent has a session: raise it"
+        )
     taken = sorted({"base_url", "prompt", "request_kwargs", "metadata", "api_key", "episode"} & set(options))
     if taken:
         yield f"rollout.agent_options: {', '.join(taken)}: an agent is given these anyway: use other names"

@@ -85,20 +85,21 @@ def plan_batch(
 
     `skip_zero_advantage` leaves trajectories out that can't contribute to a pure policy-gradient loss; with a KL,
     entropy or load-balancing term they do contribute and must stay. Trajectories without a
-    loss token stay out always. Raises UserError for a trajectory longer than a row, or a row larger than a microbatch.
+    loss token stay out always. Raises UserError for a packed trajectory longer than a row, or a row larger than a
+    microbatch.
     """
     if n_ranks < 1 or row_tokens < 1 or max_tokens_per_microbatch < row_tokens:
         raise UserError(
             f"train.max_tokens_per_microbatch={max_tokens_per_microbatch}, train.row_tokens={row_tokens},"
             f" {n_ranks} ranks: a microbatch must hold at least one row; raise train.max_tokens_per_microbatch"
         )
-    for item in items:
+    packed = [item for item in items if item.n_loss_tokens > 0 and not (skip_zero_advantage and item.advantage == 0.0)]
+    for item in packed:
         if item.n_tokens > row_tokens:
             raise UserError(
                 f"group {item.group_id} trajectory {item.index}: {item.n_tokens} tokens, but train.row_tokens is"
                 f" {row_tokens}; raise it to rollout.max_trajectory_tokens or more"
             )
-    packed = [item for item in items if item.n_loss_tokens > 0 and not (skip_zero_advantage and item.advantage == 0.0)]
     rows = _best_fit_decreasing(packed, row_tokens)
     ranks = _spread(rows, n_ranks)
     rows_each = max_tokens_per_microbatch // row_tokens

@@ -26,12 +26,13 @@ async def play_turns(
 ) -> dict[str, Any] | None:
     """Play the environment's own turns, as the built-in sampler does, through OpenAI's client.
 
-    With `max_turns` (0: none) it gives up after so many. A response that its length limit cut ends the conversation.
+    `max_turns` is the run's; after so many it gives up. A response that its length limit cut ends the conversation.
     """
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     # The server is on this node and speaks plain HTTP: loading certificates would take most of a short task's time.
-    http = DefaultAsyncHttpxClient(verify=False)
+    # And what speaks to it mustn't go through a site's proxy.
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
     messages: list[Any] = list(prompt)
     turns = 0
     # Retries bridge a session server that is started again.
@@ -40,12 +41,12 @@ async def play_turns(
             answer = await client.chat.completions.create(model="policy", messages=messages, **request_kwargs)
             choice, turns = answer.choices[0], turns + 1
             if choice.finish_reason == "length":
-                return None
+                return {"truncated": True, "turns": turns}
             text = choice.message.content or ""
             turn = await episode.step(text)
             if turn.done:
                 return {"reward": turn.reward, "turns": turns}
             if turns == max_turns:
-                return {"reward": 0.0, "turns": turns}
+                return {"truncated": True, "turns": turns}
             messages.append({"role": "assistant", "content": text})
             messages += [{"role": message.role, "content": message.content} for message in turn.messages]

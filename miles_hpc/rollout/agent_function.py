@@ -10,12 +10,14 @@
 | metadata | the task's own table, a copy |
 | api_key | the session's token, when the function takes it, by name or by **kwargs |
 | episode | the task's [AgentEpisode](agent_player.py), when the function takes it |
+| max_turns | rollout.max_turns or eval.max_turns, when the function takes it by name and `options` don't say it |
 | others | `options` of the run, by their names |
 
 A function that doesn't take `api_key` finds the token in `request_kwargs["extra_headers"]`, which OpenAI's client
-takes with each request. It returns a table or None: `reward` (a number), `agent_metrics` (`total_tool_time`: seconds
-that it spent outside of requests), and whatever should stay with the trajectory. The shape and these names are those of
-Miles' `--custom-agent-function-path` (miles/rollout/generate_hub/agentic_tool_call.py); a function written for it runs.
+takes with each request. It returns a table or None: `reward` (a number), `truncated` (true: it gave up at a limit),
+`agent_metrics` (`total_tool_time`: seconds that it spent outside of requests), and whatever should stay with the
+trajectory. The shape and these names are those of Miles' `--custom-agent-function-path`
+(miles/rollout/generate_hub/agentic_tool_call.py), all but `truncated`; a function written for it runs.
 
     AgentRunner.run ── call_soon_threadsafe ──▶ a thread with an event loop of its own: all agents of the runner
          │ deadline over, or cancelled: cancel it, wait `grace_s`; still there: leave that thread, start another
@@ -28,6 +30,7 @@ The thread is there because a function that blocks must not hold up the host's h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import importlib
 import inspect
@@ -79,6 +82,7 @@ class AgentTask:
     sampling: SamplingParams
     metadata: Mapping[str, Any] = field(default_factory=dict)
     episode: Any = None  # usable in the agent's thread
+    max_turns: int = 0  # 0: no bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +138,19 @@ def read_outcome(returned: Any, duration_s: float) -> AgentOutcome:
     if returned is None:
         return AgentOutcome(SampleStatus.COMPLETED, duration_s=duration_s)
     if not isinstance(returned, Mapping) or not all(isinstance(key, str) for key in returned):
-        return failed(f"returned {returned!r:.80}: expected a table or None")
+        return failed(f"returned {_shown(returned)}: expected a table or None")
+    truncated = returned.get("truncated", False)
+    if not isinstance(truncated, bool):
+        return failed(f"truncated {_shown(truncated)}: expected true or false")
     reward = returned.get("reward")
     if reward is not None and not _is_number(reward):
-        return failed(f"reward {reward!r:.80}: expected a finite number")
+        return failed(f"reward {_shown(reward)}: expected a finite number")
     metrics = returned.get("agent_metrics") or {}
     if not isinstance(metrics, Mapping):
-        return failed(f"agent_metrics {metrics!r:.80}: expected a table")
+        return failed(f"agent_metrics {_shown(metrics)}: expected a table")
     tool_time = metrics.get("total_tool_time")
     if tool_time is not None and not (_is_number(tool_time) and tool_time >= 0):
-        return failed(f"agent_metrics.total_tool_time {tool_time!r:.80}: expected seconds, 0 or more")
+        return failed(f"agent_metrics.total_tool_time {_shown(tool_time)}: expected seconds, 0 or more")
     metadata = {key: value for key, value in returned.items() if key != "reward"}
     try:
         data = msgspec.msgpack.encode(metadata)
@@ -152,11 +159,12 @@ def read_outcome(returned: Any, duration_s: float) -> AgentOutcome:
     if len(data) > _METADATA_BYTES:
         return failed(f"what it returned has {len(data)} bytes: expected at most {_METADATA_BYTES}")
     return AgentOutcome(
-        SampleStatus.COMPLETED,
+        SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED,
         reward=None if reward is None else float(reward),
         metadata=msgspec.msgpack.decode(data),  # a copy that the agent doesn't hold
         tool_time_s=0.0 if tool_time is None else float(tool_time),
         duration_s=duration_s,
+        error="the agent gave up at a limit" if truncated else "",
     )
 
 
@@ -175,6 +183,7 @@ class AgentRunner:
         self._options = dict(options or {})
         self._takes_key = _takes(function, "api_key")
         self._takes_episode = _takes(function, "episode")
+        self._takes_turns = _takes(function, "max_turns", by_name=True) and "max_turns" not in self._options
         self._room = asyncio.Semaphore(max_concurrent)
         self._grace_s = grace_s
         self._thread: _LoopThread | None = None
@@ -202,7 +211,7 @@ class AgentRunner:
             duration_s = time.monotonic() - began
             returned, error = ended.result()
             if error is not None:
-                text = " ".join(f"{type(error).__name__}: {error}".split()).replace(session.token, "***")
+                text = " ".join(f"{type(error).__name__}: {_told(error)}".split()).replace(session.token, "***")
                 text = f"agent function raised {text}"[:_ERROR_CHARS]
                 return AgentOutcome(SampleStatus.FAILED, duration_s=duration_s, error=text)
             return read_outcome(returned, duration_s)
@@ -226,6 +235,8 @@ class AgentRunner:
         }
         if self._takes_episode:
             arguments["episode"] = task.episode
+        if self._takes_turns:
+            arguments["max_turns"] = task.max_turns
         if self._takes_key:
             arguments["api_key"] = session.token
         else:
@@ -240,6 +251,7 @@ class AgentRunner:
             self.left_behind += 1
             if running.thread is self._thread:
                 self._thread = None
+            running.thread.retire()
 
     def _open_thread(self) -> _LoopThread:
         if self._thread is None:
@@ -260,7 +272,8 @@ class _Running:
 
     def cancel(self) -> None:
         """From any thread."""
-        self.thread.loop.call_soon_threadsafe(lambda: self.task is not None and self.task.cancel())
+        with contextlib.suppress(RuntimeError):  # its loop is closed: so it has ended
+            self.thread.loop.call_soon_threadsafe(lambda: self.task is not None and self.task.cancel())
 
 
 class _LoopThread:
@@ -268,6 +281,9 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._stopping = False
+        self._n_running = 0  # agents; in the thread
+        self._retired = False
         self._thread = threading.Thread(target=self._serve, name="agent functions", daemon=True)
         self._thread.start()
 
@@ -281,15 +297,32 @@ class _LoopThread:
                 running.ended.set_result((None, error))
 
         def begin() -> None:
+            self._n_running += 1
             running.task = self.loop.create_task(guarded())
             running.task.add_done_callback(settle)
 
         def settle(task: asyncio.Task[None]) -> None:
             if not running.ended.done():  # cancelled before its first step
                 running.ended.set_result((None, asyncio.CancelledError()))
+            self._n_running -= 1
+            self._end_if_retired()
 
         self.loop.call_soon_threadsafe(begin)
         return running
+
+    def retire(self) -> None:
+        """From any thread: nothing more is started; it ends with the last agent that is on it."""
+
+        def mark() -> None:
+            self._retired = True
+            self._end_if_retired()
+
+        with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+            self.loop.call_soon_threadsafe(mark)
+
+    def _end_if_retired(self) -> None:
+        if self._retired and self._n_running == 0 and not self._stopping:
+            self._cancel_all()
 
     def stop(self, grace_s: float) -> None:
         """Cancel everything, wait so long for it. Blocks."""
@@ -297,6 +330,7 @@ class _LoopThread:
         self._thread.join(grace_s)
 
     def _cancel_all(self) -> None:
+        self._stopping = True
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
@@ -304,7 +338,11 @@ class _LoopThread:
         ending.add_done_callback(lambda _: self.loop.stop())
 
     def _serve(self) -> None:
-        self.loop.run_forever()
+        while not self._stopping:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of a task that an agent started: others go on
+                continue
         self.loop.close()
 
 
@@ -315,14 +353,32 @@ async def _wait_all(tasks: set[asyncio.Task[Any]]) -> None:
 # ------------------------------------------------------------------------------------------------ details
 
 
-def _takes(function: AgentFunction, name: str) -> bool:
-    """Whether the function takes this argument by name."""
+def _shown(value: Any) -> str:
+    """A value in an error's text, also one whose own words fail."""
+    try:
+        return f"{value!r:.80}"
+    except Exception as error:
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"its text can't be made: {type(worse).__name__}"
+
+
+def _takes(function: AgentFunction, name: str, *, by_name: bool = False) -> bool:
+    """Whether the function takes this argument by name; with `by_name` not through **kwargs."""
     parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if not by_name and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return True
     found = parameters.get(name)
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False

@@ -14,8 +14,13 @@
 | returns | completed, or truncated when the episode isn't over | that of `episode.step(last response)` |
 | returns without a reward after a limit cut its last response | truncated | 0 |
 | isn't through at the deadline | truncated | 0 |
+| says that it gave up: `truncated = True` | truncated | 0 |
 | fails after a limit of tokens cut or refused a request | truncated | 0 |
-| fails otherwise, or asked its session for nothing | AgentFailed; an evaluation counts it: failed | 0 |
+| fails otherwise | AgentFailed; an evaluation counts it: failed | 0 |
+| ends without a request that was recorded | AgentFailed; an evaluation counts it, failed or truncated | 0 |
+
+What isn't the agent's doing is an error, also of an evaluation, and the group is played again: an episode that failed;
+a session server that went away and engines that were lost, where the agent didn't complete in spite of it.
 
 Branches of a session are trajectories of one rollout: they share its reward, and each completion is trained once.
 """
@@ -23,8 +28,9 @@ Branches of a session are trajectories of one rollout: they share its reward, an
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +44,7 @@ from miles_hpc.core.types import GroupPurpose, SampleStatus
 from miles_hpc.dataflow.source import derive_seed
 from miles_hpc.rollout.agent_function import AgentOutcome, AgentRunner, AgentSession, AgentTask, load_agent
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
-from miles_hpc.rollout.sampler import Played, TrainingRecord, trajectory_name
+from miles_hpc.rollout.sampler import Bounds, Played, TrainingRecord, trajectory_name
 from miles_hpc.rollout.session.client import SessionClient, SessionHandle, SessionState
 from miles_hpc.rollout.session.payload import WireSample
 from miles_hpc.rollout.session.record import SessionRecord
@@ -68,7 +74,9 @@ class AgentEpisode:
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self.reward: float | None = None  # once the episode is over
+        self.failure: Exception | None = None  # of the environment
         self.spent_s = 0.0
+        self._closed = False
 
     async def step(self, text: str) -> Turn:
         """The assistant said `text`. Raises UserError when the episode is over."""
@@ -81,16 +89,25 @@ class AgentEpisode:
 
     async def _step(self, text: str) -> Turn:
         async with self._lock:
-            if self.reward is not None:
+            if self.reward is not None or self._closed:
                 raise UserError("episode.step: the episode is over")
             began = time.monotonic()
             try:
                 turn = await self._episode.step(text)
+            except Exception as error:
+                self.failure = error
+                raise
             finally:
                 self.spent_s += time.monotonic() - began
             if turn.done:
                 self.reward = turn.reward
             return turn
+
+    async def close(self) -> None:
+        """Free everything. What of the agent is still there gets no more of it."""
+        self._closed = True
+        async with self._lock:  # a step under way may be making what is freed here
+            await self._episode.close()
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,7 @@ class AgentPlayer:
     tokenizer: ChatTokenizer
     environment: Environment
     sandboxes: Sandboxes
+    bounds: Callable[[GroupPurpose], Bounds]
 
     async def play(self, job: GenerateGroup, index: int) -> list[Played]:
         """Rollout `index` of a group, one Played per branch, the first with the rollout's number.
@@ -113,11 +131,11 @@ class AgentPlayer:
         deadline = Deadline(job.deadline_s, f"trajectory {name}")
         session = await self.sessions.open(_settings(job, name, seed), deadline)
         try:
-            inner = self.environment.start(job.prompt, self.sandboxes, episode_id=name, seed=seed)
+            episode = AgentEpisode(self.environment.start(job.prompt, self.sandboxes, episode_id=name, seed=seed))
             try:
-                return await self._play(job, index, session, AgentEpisode(inner), deadline)
+                return await self._play(job, index, session, episode, deadline)
             finally:
-                await inner.close()
+                await episode.close()
         finally:
             self.sessions.delete(session)
 
@@ -133,18 +151,29 @@ class AgentPlayer:
             sampling=msgspec.structs.replace(job.sampling, seed=None),  # the session has it
             metadata=job.prompt.data.get("metadata") or {},
             episode=episode,
+            max_turns=self.bounds(job.purpose).max_turns,
         )
+        before = self.sessions.interruptions
         outcome = await self.runner.run(task, AgentSession(session.base_url, session.token), deadline)
         collecting = Deadline(_COLLECT_S, "what the session recorded")
         state = await self.sessions.state(session, collecting)
         samples = await self.sessions.samples(session, collecting) if state.n_turns else []
+        # By its definition the time of an agent's tools contains that of its steps.
+        playing_s = max(outcome.tool_time_s, episode.spent_s)
+        if episode.failure is not None and not isinstance(episode.failure, UserError):
+            raise episode.failure
+        if outcome.status is not SampleStatus.COMPLETED:
+            if state.starved:
+                raise AgentFailed(f"rollout {index}: engines failed or weren't there for its last request")
+            if self.sessions.interruptions > before:
+                raise AgentFailed(f"rollout {index}: the session server went away meanwhile: {outcome.error}")
         status, reward, why = await self._judge(outcome, episode, state, samples, deadline)
-        if status is SampleStatus.FAILED and job.purpose is not GroupPurpose.EVAL:
+        if job.purpose is not GroupPurpose.EVAL and (status is SampleStatus.FAILED or not samples):
             raise AgentFailed(f"rollout {index}: {why}")
         metadata = dict(outcome.metadata)
         if why:
             metadata["error"] = why
-        environment_s = outcome.tool_time_s + episode.spent_s
+        judging_s = max(0.0, episode.spent_s - playing_s)
         records: list[TrainingRecord] = [SampledRecord(sample) for sample in samples]
         records = records or [self._nothing(job)]
         return [
@@ -154,8 +183,8 @@ class AgentPlayer:
                 record=record,
                 reward=reward,
                 status=status,
-                generation_s=0.0 if branch else max(0.0, outcome.duration_s - environment_s),
-                environment_s=0.0 if branch else environment_s,
+                generation_s=0.0 if branch else max(0.0, outcome.duration_s - playing_s),
+                environment_s=0.0 if branch else playing_s + judging_s,
                 metadata={} if branch else metadata,
             )
             for branch, record in enumerate(records)
@@ -170,7 +199,7 @@ class AgentPlayer:
         deadline: Deadline,
     ) -> tuple[SampleStatus, float, str]:
         """Status, reward, and why not completed; the module's table."""
-        if outcome.status is SampleStatus.FAILED and (state.out_of_room or state.cut):
+        if outcome.status is SampleStatus.FAILED and (state.refused or state.cut):
             return SampleStatus.TRUNCATED, 0.0, outcome.error
         if outcome.status is not SampleStatus.COMPLETED:
             return outcome.status, 0.0, outcome.error
@@ -215,7 +244,15 @@ def load_player(
     if not path:
         return None
     runner = AgentRunner(load_agent(path, options), options=options, max_concurrent=run.sessions.max_sessions)
-    return AgentPlayer(runner, sessions, tokenizer, environment, sandboxes)
+    _exempt_loopback()
+    return AgentPlayer(runner, sessions, tokenizer, environment, sandboxes, lambda purpose: Bounds.of(run, purpose))
+
+
+def _exempt_loopback() -> None:
+    """A site's HTTP proxy must not see what agents say to this node's server: most clients ask the environment."""
+    for name in ("no_proxy", "NO_PROXY"):
+        listed = [host for host in os.environ.get(name, "").split(",") if host]
+        os.environ[name] = ",".join(dict.fromkeys([*listed, "127.0.0.1", "localhost"]))
 
 
 def _settings(job: GenerateGroup, name: str, seed: int) -> dict[str, Any]:

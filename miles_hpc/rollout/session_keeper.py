@@ -8,10 +8,11 @@
 |---|---|---|
 | the keeper | a started server's address | control.start_deadline_s, then it is killed |
 | the keeper | an answer to what it tells | `SILENT_S` in all, then it is killed |
+| the next start, after an end without an answer | | `_PAUSE_S` |
 | a server | word of its agent | its lease, then it ends itself |
 
-A server whose journal can't be read, or was written by another version, ends at once each time. The sessions in it
-belong to groups that are then sampled again, so after `SET_ASIDE_AFTER` such ends the journal is moved aside, and kept.
+A journal that can't be read, or was written by another version, is moved aside and kept: the sessions in it belong to
+groups that are then sampled again. While storage takes nothing, the server is started again and again.
 """
 
 from __future__ import annotations
@@ -36,18 +37,16 @@ from miles_hpc.core.transport import Credentials, Endpoint
 from miles_hpc.rollout.session.client import SessionClient
 from miles_hpc.rollout.session.listening import ServerAddress, read_address, read_token
 
-__all__ = ["SET_ASIDE_AFTER", "SILENT_S", "TELL_S", "SessionKeeper"]
+__all__ = ["SILENT_S", "TELL_S", "SessionKeeper"]
 
 #: The engines are told so often, also when nothing changed: it keeps the server's lease.
 TELL_S = 2.0
 #: A server that answers nothing for so long is killed.
 SILENT_S = 30.0
-SET_ASIDE_AFTER = 3
 
 _POLL_S = 0.1
 _PAUSE_S = 0.5
-_QUICK_S = 5.0
-_QUICK_ENDS = 8
+_USELESS_ENDS = 8
 _NOTE_S = 30.0
 
 
@@ -83,17 +82,20 @@ class SessionKeeper:
         self._port = 0  # of the last server; 0: any
         self._changed = asyncio.Event()
         self._noted = 0.0
+        self._answered = False  # the server that runs now
+        self._owns = False  # some server of ours has answered: what is in the journal is ours
+        self._telling: set[asyncio.Task[None]] = set()
 
     def changed(self) -> None:
         """The engines may be others, or hold other weights: tell the server now."""
         self._changed.set()
 
     async def keep(self) -> None:
-        """Until cancelled. Raises MilesError when the server ends right after its start, again and again."""
-        start, quick = 0, 0
+        """Until cancelled. Raises MilesError when one server after the other ends before it has answered."""
+        start, useless = 0, 0
         while True:
             start += 1
-            began = time.monotonic()
+            self._answered = False
             address_file = self._start(start)
             assert self.child is not None
             child = self.child
@@ -106,21 +108,35 @@ class SessionKeeper:
                 guard.cancel()
                 serving.cancel()
                 await asyncio.gather(guard, serving, return_exceptions=True)
-            quick = quick + 1 if time.monotonic() - began < _QUICK_S else 0
-            await self._ended(self.name, code, child.log_tail())
-            if code == exits.USER_ERROR:
-                self._port = 0  # somebody else may have taken it
-            if quick >= _QUICK_ENDS:
-                raise MilesError(
-                    f"session server {self.name} ended {quick} times right after its start, last with {code}"
-                )
-            if quick == SET_ASIDE_AFTER and code in (exits.FAILED, exits.USER_ERROR):
+            self._report(code, child.log_tail())
+            if self._answered:
+                useless = 0
+                continue
+            if code == exits.UNREADABLE:
                 await asyncio.to_thread(self._set_aside, start)
-            if quick:
-                await asyncio.sleep(_PAUSE_S)
+            elif code == exits.USER_ERROR:
+                self._port = 0  # somebody else may have taken it
+            useless += code != exits.NO_STORAGE
+            if useless >= _USELESS_ENDS:
+                raise MilesError(
+                    f"session server {self.name} ended {useless} times before it answered, last with {code}"
+                )
+            await asyncio.sleep(_PAUSE_S)
+
+    def _report(self, code: int, log_tail: str) -> None:
+        """In the background: agents with open sessions wait for the next server, whatever the controller does."""
+
+        async def tell() -> None:
+            await self._ended(self.name, code, log_tail)
+
+        task = asyncio.create_task(tell())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def close(self) -> None:
         """End the server; call it after `keep` was cancelled. Idempotent."""
+        for task in set(self._telling):
+            task.cancel()
         if self.child is not None:
             await self.child.end(grace_s=3.0)
 
@@ -132,7 +148,7 @@ class SessionKeeper:
         address_file = logs / f"{self.name}-i{me.incarnation}.{start}.address"
         command = [sys.executable, "-P", "-m", "launchers.session_server", "--run-dir", str(self._paths.root)]
         command += ["--attempt", str(me.attempt), "--term", str(self._term()), "--name", self.name, "--host", me.host]
-        if start == 1:  # sessions belong to an agent's process: those of an earlier one are played by nobody
+        if not self._owns:  # sessions belong to an agent's process: those of an earlier one are played by nobody
             command += ["--new-owner"]
         command += ["--listen", f"127.0.0.1:{self._port}", "--address-file", str(address_file)]
         self.child = ChildProcess(self.name, command, log=logs / f"{self.name}-i{me.incarnation}.log")
@@ -155,7 +171,7 @@ class SessionKeeper:
                         self._note(status)
                         if not told:  # only now can a session be served
                             self._client.serve_at(address.http, read_token(address_file))
-                            told = True
+                            told = self._answered = self._owns = True
                         silent = Deadline(SILENT_S, silent.what)
                 except MilesError as error:
                     if silent.expired:

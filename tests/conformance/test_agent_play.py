@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from miles_hpc.core.errors import PeerLost, UserError
 from miles_hpc.core.messages import AbortGroups, Ack, GroupDone, GroupFailed, Message
 from miles_hpc.core.paths import RunPaths
 from miles_hpc.core.transport import Reply
@@ -35,7 +37,7 @@ from tests.fakes.solver_engine import SolverEngine, solve
 pytest.importorskip("openai")
 
 WAIT_S = 60.0
-TURNS = {"custom_agent_function_path": "miles_hpc.recipes.agents:play_turns", "agent_options": {"max_turns": 4}}
+TURNS: dict[str, Any] = {"custom_agent_function_path": "miles_hpc.recipes.agents:play_turns"}
 
 
 @dataclasses.dataclass
@@ -129,14 +131,28 @@ def test_an_agent_plays_what_the_sampler_plays(tmp_path: Path) -> None:
         rows[name] = [store.read(t.routed_experts) for t in seen[name] if t.routed_experts is not None]
 
     for name, path in (("agent", TURNS["custom_agent_function_path"]), ("sampler", "")):
-        options = TURNS["agent_options"] if path else {}
-        play(tmp_path / name, scene, custom_agent_function_path=path, agent_options=options)
+        play(tmp_path / name, scene, custom_agent_function_path=path)
     assert [t.reward for t in seen["agent"]] == [1.0] * 5
     assert len(rows["agent"]) == 5
     for one, other in zip(seen["agent"], seen["sampler"], strict=True):
         same(one, other)
     for one, other in zip(rows["agent"], rows["sampler"], strict=True):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_turns_are_bounded_as_the_samplers_are(max_turns: int, tmp_path: Path) -> None:
+    """By the run's own number, below what the environment allows."""
+    seen: dict[str, list[Trajectory]] = {}
+
+    async def scene(s: Stage) -> None:
+        await s.add(SolverEngine("e0", s.tokenizer, say=lambda text: "ls"))
+        _, seen[name] = await s.played(7, n_samples=1)
+
+    for name, path in (("agent", TURNS["custom_agent_function_path"]), ("sampler", "")):
+        play(tmp_path / name, scene, custom_agent_function_path=path, max_turns=max_turns)
+    same(seen["agent"][0], seen["sampler"][0])
+    assert (seen["agent"][0].status, seen["agent"][0].turns) == (SampleStatus.TRUNCATED, max_turns)
 
 
 def test_a_sampled_run_of_the_torch_engine_is_the_same_either_way(tmp_path: Path) -> None:
@@ -166,8 +182,7 @@ def test_a_sampled_run_of_the_torch_engine_is_the_same_either_way(tmp_path: Path
             s.gateway.remove_engine(engine.name)
 
     for name, path in (("agent", TURNS["custom_agent_function_path"]), ("sampler", "")):
-        options = TURNS["agent_options"] if path else {}
-        play(tmp_path / name, scene, custom_agent_function_path=path, agent_options=options, slots_per_engine=1)
+        play(tmp_path / name, scene, custom_agent_function_path=path, slots_per_engine=1)
     for one, other in zip(seen["agent"], seen["sampler"], strict=True):
         same(one, other)
     assert len({tuple(t.tokens.numpy().tolist()) for t in seen["agent"]}) > 1
@@ -225,10 +240,93 @@ async def one_answer(base_url: str, prompt: Any, request_kwargs: Any, metadata: 
 
 
 def named(function: Any) -> dict[str, Any]:
-    return {"custom_agent_function_path": f"{__name__}:{function.__name__}", "agent_options": {}}
+    return {"custom_agent_function_path": f"{__name__}:{function.__name__}"}
+
+
+async def exits_within(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any, *, api_key: str) -> Any:
+    """One agent's tool calls sys.exit in a task of its own; the agent goes on all the same."""
+
+    async def tool() -> None:
+        raise SystemExit(3)
+
+    with contextlib.suppress(SystemExit):
+        await asyncio.gather(tool())
+    return await one_answer(base_url, prompt, request_kwargs, metadata, api_key=api_key)
+
+
+LATE: list[asyncio.Task[Any]] = []
+
+
+async def steps_late(
+    base_url: str, prompt: Any, request_kwargs: Any, metadata: Any, *, api_key: str, episode: Any
+) -> Any:
+    """Leaves a task behind that asks for a step when the episode is over."""
+
+    async def later() -> None:
+        await asyncio.sleep(0.5)
+        await episode.step("ls")
+
+    LATE.append(asyncio.get_running_loop().create_task(later()))
+    await one_answer(base_url, prompt, request_kwargs, metadata, api_key=api_key)
+    return {"reward": 0.5}
 
 
 # ------------------------------------------------------------------------------------------------ what becomes of them
+
+
+def test_lost_engines_are_not_the_agents_doing(tmp_path: Path) -> None:
+    """Neither a truncated trajectory to train on nor a score of 0: the group is played again."""
+
+    async def scene(s: Stage) -> None:
+        for number, fields in enumerate(({"n_samples": 2}, {"n_samples": 1, "purpose": "eval"})):
+            engine = SolverEngine(f"e{number}", s.tokenizer, say=lambda text: "ls")
+            engine.die_after = 1
+            await s.add(engine)
+            report, _ = await s.played(2, deadline_s=2.0, **fields)
+            assert isinstance(report, GroupFailed), report
+            assert "engines failed or weren't there" in report.reason
+            s.host.remove_engine(engine.name)
+
+    play(tmp_path, scene, **named(never_ends) | {"agent_options": {"endless": True}})
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval"])
+def test_a_failed_environment_is_not_the_agents_doing(
+    purpose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(s: Stage) -> None:
+        async def gone(*args: Any, **named: Any) -> None:
+            raise PeerLost("sandbox host is gone")
+
+        monkeypatch.setattr(LocalSandboxes, "create", gone)
+        await s.add(SolverEngine("e0", s.tokenizer, say=lambda text: "ls"))
+        report, _ = await s.played(2, n_samples=1, purpose=purpose)
+        assert isinstance(report, GroupFailed) and "sandbox host is gone" in report.reason
+
+    play(tmp_path, scene)
+
+
+def test_a_tool_that_exits_takes_no_agent_with_it(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        await s.add(SolverEngine("e0", s.tokenizer, say=lambda text: "ans 1"))
+        report, trajectories = await s.played(2, n_samples=4)
+        assert isinstance(report, GroupDone), report
+        assert {t.status for t in trajectories} == {SampleStatus.COMPLETED}
+
+    play(tmp_path, scene, **named(exits_within))
+
+
+def test_a_late_step_makes_no_sandbox(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        await s.add(SolverEngine("e0", s.tokenizer))
+        report, _ = await s.played(2, n_samples=1)
+        assert isinstance(report, GroupDone)
+        async with asyncio.timeout(WAIT_S):
+            while not LATE[-1].done():
+                await asyncio.sleep(0.01)
+        assert isinstance(LATE[-1].exception(), UserError)
+
+    play(tmp_path, scene, **named(steps_late))
 
 
 def test_branches_are_trajectories_of_one_rollout(tmp_path: Path) -> None:
@@ -334,6 +432,7 @@ def test_a_dropped_group_ends_its_agents(tmp_path: Path) -> None:
             await s.host.handle(AbortGroups(group_ids=(2,), reason="test"))
             while len(s.book):
                 await asyncio.sleep(0.01)
+        assert s.host._player is not None and s.host._player.runner.left_behind == 0
 
     play(tmp_path, scene, **named(never_ends))
 

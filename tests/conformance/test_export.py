@@ -188,7 +188,7 @@ def test_an_agent_is_evaluated_as_the_sampler_is(trained: tuple[RunPaths, dict[s
     paths, _ = trained
     assert main(["side", str(paths.root), "export", "--local", "--wait", "150"]) == 0
     run, site = load_prepared(paths.root)
-    agent = {"custom_agent_function_path": "miles_hpc.recipes.agents:play_turns", "agent_options": {"max_turns": 4}}
+    agent = {"custom_agent_function_path": "miles_hpc.recipes.agents:play_turns"}
     told = []
     for changes in ({}, agent):
         rollout = msgspec.structs.replace(run.rollout, max_turns=4, engine_batch_invariant=True, **changes)

@@ -220,7 +220,7 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_another_format_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "00000001.segment").write_bytes(frame_of(encode_record(SegmentStarted(format=99))))
-    with pytest.raises(UserError, match="format 99, expected 1"):
+    with pytest.raises(IntegrityError, match="format 99, expected 1"):
         SegmentStore(tmp_path)
 
 

@@ -58,6 +58,10 @@ def test_the_plain_run_is_valid_everywhere() -> None:
         ("rollout.engine=troch", "rollout.engine: no engine named 'troch': did you mean 'torch'?"),
         ("train.backend=zzz", "train.backend: no backend named 'zzz': expected one of "),
         ("rollout.custom_agent_function_path=run", "custom_agent_function_path: 'run': expected module:function"),
+        (
+            "rollout={custom_agent_function_path='a:b', slots_per_engine=9999}",
+            "sessions.max_sessions = 4096 with rollout.engines_per_host * rollout.slots_per_engine = 9999",
+        ),
         ("rollout.agent_options={a=1}", "rollout.agent_options: there is no agent to give them to"),
         ("environment.name=shel", "environment.name: no environment named 'shel': did you mean 'shell'?"),
         ("model.config={}", "model: neither is given"),

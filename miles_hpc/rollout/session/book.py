@@ -65,7 +65,7 @@ class OpenSession:
     n_tokens: int = 0  # recorded, over all branches
     largest_body: int = 0  # of the requests that were rendered
     n_asked: int = 0  # requests that were given a seed
-    out_of_room: int = 0  # requests that were refused because the context has no room for an answer
+    refused: int = 0  # requests for which there is no room: in the context, or in what a session may hold
 
 
 class SessionBook:
@@ -143,7 +143,8 @@ class SessionBook:
                 continue
             turns = entry.session.history.turns()
             entry.n_tokens = sum(len(turn.new_ids) + len(turn.output_ids) for turn in turns)
-            entry.n_asked = len(turns)
+            # Which requests were lost with the process isn't known: none of their seeds is given again.
+            entry.n_asked = len(turns) + secrets.randbelow(1 << 30)
             self._sessions[session_id] = entry
             if turns:
                 self.gateway.restore(session_id, context_tokens=max(turn.n_tokens for turn in turns))

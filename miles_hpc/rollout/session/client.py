@@ -4,17 +4,17 @@
 
 | a request meets | what becomes of it |
 |---|---|
-| no server yet, one that was killed, 503 | asked again, with pauses of 0.1 to 1 s, until its deadline |
+| no server yet, one that was killed, 503; 429 on opening | asked again, with pauses of 0.1 to 1 s, until its deadline |
 | another error | SessionServerFailed, with the server's words |
 
 A server that is started again goes on with its sessions, at the same port if it can; so the agents of these sessions
-bridge its restart with the retries of their own clients.
+bridge its restart with the retries of their own clients. Their owner finds them at whatever port it has.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from miles_hpc.rollout.session.payload import WireSample, read_samples
 __all__ = ["SessionClient", "SessionHandle", "SessionServerFailed", "SessionState"]
 
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0)
-_DELETE_S = 10.0
+_DELETE_S = 120.0  # longer than a server with a long journal takes to start again
 
 
 class SessionServerFailed(MilesError):
@@ -38,15 +38,21 @@ class SessionServerFailed(MilesError):
 
 @dataclass(frozen=True, slots=True)
 class SessionHandle:
-    """One open session: its address below the server and the token that lets its agent in."""
+    """One open session: where its server was when it was opened, and the token that lets its agent in."""
 
-    url: str  # http://127.0.0.1:PORT/sessions/ID
+    server: str  # http://127.0.0.1:PORT
+    session_id: str
     token: str = field(repr=False)
+
+    @property
+    def path(self) -> str:
+        """Below the server's address."""
+        return f"/sessions/{self.session_id}"
 
     @property
     def base_url(self) -> str:
         """For clients of OpenAI's protocol."""
-        return f"{self.url}/v1"
+        return f"{self.server}{self.path}/v1"
 
 
 class _Turn(msgspec.Struct, frozen=True):
@@ -58,7 +64,8 @@ class _Shown(msgspec.Struct, frozen=True):
     """What is read of GET /sessions/{id}."""
 
     turns: tuple[_Turn, ...]
-    out_of_room: int
+    refused: int
+    starved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,9 @@ class SessionState:
     """What a session has come to."""
 
     n_turns: int
-    out_of_room: bool  # a request was refused because prompt and answer wouldn't fit
+    refused: bool  # a request was refused because there was no room for it
     cut: bool  # its newest turn was ended by a limit
+    starved: bool  # its newest request has no answer because engines failed or weren't there
 
 
 class SessionClient:
@@ -77,11 +85,13 @@ class SessionClient:
         self._url = ""
         self._token = ""
         self._there = asyncio.Event()
+        self.interruptions = 0  # how often the server went away
         self._http: aiohttp.ClientSession | None = None
         self._deleting: set[asyncio.Task[None]] = set()
 
     def serve_at(self, url: str, token: str) -> None:
         """From now on the server is at this address (http://HOST:PORT); "" means that there is none at the moment."""
+        self.interruptions += bool(self._url and not url)
         self._url, self._token = url, token
         if url:
             self._there.set()
@@ -112,16 +122,16 @@ class SessionClient:
             await asyncio.wait_for(self._there.wait(), deadline.remaining_s)
         except TimeoutError:
             raise SessionServerFailed(f"{deadline.error()}: this node's session server isn't there") from None
-        data = await self._ask("POST", lambda: f"{self._url}/sessions", lambda: self._token, deadline, settings)
+        server, data = await self._ask("POST", "/sessions", None, deadline, settings)
         try:
             opened = msgspec.json.decode(data, type=dict[str, str])
-            return SessionHandle(url=f"{self._url}/sessions/{opened['session_id']}", token=opened["token"])
+            return SessionHandle(server=server, session_id=opened["session_id"], token=opened["token"])
         except (msgspec.MsgspecError, KeyError) as error:
             raise SessionServerFailed(f"session server: answered {data[:80]!r}: expected a session's id") from error
 
     async def state(self, session: SessionHandle, deadline: Deadline) -> SessionState:
         """Raises SessionServerFailed."""
-        data = await self._ask("GET", lambda: session.url, lambda: session.token, deadline)
+        _, data = await self._ask("GET", session.path, session.token, deadline)
         try:
             shown = msgspec.json.decode(data, type=_Shown)
         except msgspec.MsgspecError as error:
@@ -129,16 +139,17 @@ class SessionClient:
         last = max(shown.turns, key=lambda turn: turn.turn, default=None)
         return SessionState(
             n_turns=len(shown.turns),
-            out_of_room=shown.out_of_room > 0,
+            refused=shown.refused > 0,
             cut=last is not None and last.finish_reason is not FinishReason.STOP,
+            starved=shown.starved,
         )
 
     async def samples(self, session: SessionHandle, deadline: Deadline) -> list[WireSample]:
         """What the session gives to training, in order of recording. Raises SessionServerFailed, IntegrityError."""
-        data = await self._ask("POST", lambda: f"{session.url}/samples", lambda: session.token, deadline, {})
+        _, data = await self._ask("POST", f"{session.path}/samples", session.token, deadline, {})
         meta, samples = read_samples(data)
-        if meta.session_id != session.url.rpartition("/")[2]:
-            raise IntegrityError(f"samples of session {meta.session_id}, asked for {session.url}")
+        if meta.session_id != session.session_id:
+            raise IntegrityError(f"samples of session {meta.session_id}, asked for {session.session_id}")
         return samples
 
     def delete(self, session: SessionHandle) -> None:
@@ -153,7 +164,7 @@ class SessionClient:
     async def _delete(self, session: SessionHandle) -> None:
         deadline = Deadline(_DELETE_S, "closing a session")
         try:
-            await self._ask("DELETE", lambda: session.url, lambda: session.token, deadline)
+            await self._ask("DELETE", session.path, session.token, deadline)
         except SessionServerFailed:
             pass
 
@@ -168,23 +179,27 @@ class SessionClient:
             await http.close()
 
     async def _ask(
-        self, method: str, url: Callable[[], str], token: Callable[[], str], deadline: Deadline, body: Any = None
-    ) -> bytes:
-        """One request until it is answered; address and token are looked at anew for each try."""
+        self, method: str, path: str, token: str | None, deadline: Deadline, body: Any = None
+    ) -> tuple[str, bytes]:
+        """One request until it is answered: the server that did, and the body. Address and, with None, the server's own
+        token are looked at anew for each try."""
         trouble, n = "", 0
         while not deadline.expired:
-            if url().startswith("http"):
+            server = self._url
+            if server:
                 try:
-                    status, data = await self._send(method, url(), token(), deadline.remaining_s, body)
+                    status, data = await self._send(
+                        method, server + path, self._token if token is None else token, deadline.remaining_s, body
+                    )
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     trouble = f"{type(error).__name__}: {error}"
                 else:
                     if status < 300:
-                        return data
+                        return server, data
                     trouble = f"status {status}: {data[:300].decode(errors='replace')}"
-                    # A session's token isn't the server's: 401 on opening is a server that was started again meanwhile.
-                    if status != 503 and not (status == 401 and url().endswith("/sessions")):
-                        raise SessionServerFailed(f"session server: {method} {url()}: {trouble}")
+                    # Opening: 429 is a server whose sessions must end first, 401 one that was started again meanwhile.
+                    if status != 503 and not (token is None and status in (401, 429)):
+                        raise SessionServerFailed(f"session server: {method} {path}: {trouble}")
             await asyncio.sleep(min(_PAUSES_S[min(n, len(_PAUSES_S) - 1)], deadline.remaining_s))
             n += 1
         raise SessionServerFailed(f"{deadline.error()}: {trouble or 'there is no session server'}")

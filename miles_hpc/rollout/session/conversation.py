@@ -33,7 +33,7 @@ from miles_hpc.rollout.engine import Generation
 from miles_hpc.rollout.session.book import OpenSession, SessionBook
 from miles_hpc.rollout.session.chat import Answer, ChatRequest, TokenLogProb
 from miles_hpc.rollout.session.core import Commit, Prepared
-from miles_hpc.rollout.session.errors import BadGeneration, BadRequest, SessionGone, TooLarge
+from miles_hpc.rollout.session.errors import BadGeneration, BadRequest, SessionFull, SessionGone, TooLarge
 from miles_hpc.rollout.session.records import record_of
 from miles_hpc.rollout.session.routed_rows import RecordedRows, first_row
 from miles_hpc.rollout.session.tool_calls import assistant_message, parse_turn
@@ -70,8 +70,13 @@ async def answer(
                 f"{len(request.messages)} messages: this server takes at most {limits.messages} in a request"
             )
         if entry.n_tokens >= limits.session_tokens:
+            entry.refused += 1
             raise TooLarge(f"the session has {entry.n_tokens} recorded tokens, the most that it may: open another one")
-        prepared = await _prepare(entry, request, body_bytes, threads)
+        try:
+            prepared = await _prepare(entry, request, body_bytes, threads)
+        except SessionFull:
+            entry.refused += 1
+            raise
         sampling = _sampling(entry, request, prepared.n_tokens, limits.context_tokens)
         generation = await _generate(book, entry, prepared, sampling, deadline, routed_experts)
         message, commit = await _commit(entry, prepared, generation)
@@ -108,7 +113,7 @@ async def _prepare(entry: OpenSession, request: ChatRequest, body_bytes: int, th
 def _sampling(entry: OpenSession, request: ChatRequest, n_prompt: int, context_tokens: int) -> SamplingParams:
     room = context_tokens - n_prompt
     if room < 1:
-        entry.out_of_room += 1
+        entry.refused += 1
         raise BadRequest(
             f"the prompt has {n_prompt} tokens: this server takes prompt and answer of at most {context_tokens} "
             "together: send less, or end the session",

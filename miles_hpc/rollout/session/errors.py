@@ -3,6 +3,7 @@
 SessionError
 ├── BadRequest       400  a field of the request can't be read, or can't be honoured
 ├── BadHistory       400  the messages don't continue what was recorded, or aren't messages
+│   └── SessionFull  400  the history holds as many turns as it may
 ├── Unauthorized     401  no token, or a wrong one
 ├── SessionGone      404  no such session, or it is closed
 ├── CannotExtend     409  the turn to go on from was cut off: no conversation continues it
@@ -39,6 +40,7 @@ __all__ = [
     "OutOfTime",
     "ParserFailed",
     "SessionError",
+    "SessionFull",
     "SessionGone",
     "TooLarge",
     "TooMany",
@@ -66,6 +68,10 @@ class BadHistory(SessionError):
     """The request's messages can't be placed in the session's history."""
 
     status = 400
+
+
+class SessionFull(BadHistory):
+    """Nothing more can be recorded in this session."""
 
 
 class Unauthorized(SessionError):

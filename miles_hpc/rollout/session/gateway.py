@@ -65,6 +65,7 @@ class _Lanes:
 
     busy: set[int] = field(default_factory=set)
     used: set[tuple[str, str]] = field(default_factory=set)  # (engine, engine session)
+    starved: bool = False  # its newest request met no engine, or one that failed, and has no answer yet
     ended: bool = False
 
 
@@ -191,6 +192,11 @@ class EngineGateway:
                 self._later(entry.engine.end_session(session))
         self._wake()
 
+    def starved(self, key: str) -> bool:
+        """Whether the session's newest request has no answer because engines failed or weren't there."""
+        lanes = self._lanes.get(key)
+        return lanes is not None and lanes.starved
+
     async def generate(
         self,
         key: str,
@@ -228,6 +234,7 @@ class EngineGateway:
                 return request.partial.so_far  # aborted, with what it has
             whole = request.partial.so_far
             if whole is not None and whole.finish_reason is not FinishReason.ABORT:
+                request.lanes.starved = False
                 if request.lost_at is not None:
                     self.failovers += 1
                     self.slowest_failover_s = max(self.slowest_failover_s, self._clock() - request.lost_at)
@@ -258,6 +265,7 @@ class EngineGateway:
                 new = n_prompt - request.known_tokens
                 return self._router.route(key, prompt_tokens=n_prompt, new_tokens=new, now_s=self._clock())
             except NoRoute as error:
+                request.lanes.starved = True
                 if request.deadline.expired:
                     raise NoEngine(f"{error} (waited {request.deadline.elapsed_s:.0f} s)") from error
                 request.tried.clear()  # nobody else: after a pause, those that failed
@@ -297,6 +305,7 @@ class EngineGateway:
             raise
         finally:
             if failure:
+                request.lanes.starved = True
                 request.failures.append(f"{route.engine}: {failure}")
             self._router.finish(route, context_tokens=context, cached_tokens=cached, now_s=self._clock())
             if hung:

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_hpc.rollout.session.errors import BadHistory, CannotExtend
+from miles_hpc.rollout.session.errors import BadHistory, CannotExtend, SessionFull
 from miles_hpc.rollout.session.matching import Matcher, Message
 from miles_hpc.rollout.session.turn import Tools, Turn, path_of
 
@@ -265,4 +265,4 @@ class TreeHistory(History):
 
     def _check_room(self) -> None:
         if len(self._turns) >= self.max_turns:
-            raise BadHistory(f"the session holds {self.max_turns} turns, the most that it may: open another session")
+            raise SessionFull(f"the session holds {self.max_turns} turns, the most that it may: open another session")

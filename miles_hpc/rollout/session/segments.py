@@ -83,8 +83,8 @@ class SegmentStore:
     def __init__(self, folder: Path, *, segment_bytes: int = 64 << 20, fsync: bool = False) -> None:
         """Read what is there and begin a segment. `fsync`: what `write` wrote survives the node's end as well.
 
-        Raises UserError when another process holds the folder or another version wrote it, IntegrityError for a
-        record that can't be read, OSError.
+        Raises UserError when another process holds the folder, IntegrityError for a record that can't be read or that
+        another version wrote, OSError.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
@@ -191,7 +191,7 @@ class SegmentStore:
         for end, body in good_frames(data):
             record = decode_record(body)
             if isinstance(record, SegmentStarted) and record.format != FORMAT:
-                raise UserError(
+                raise IntegrityError(
                     f"{segment.path}: format {record.format}, expected {FORMAT}: another version wrote it; "
                     "move the folder away to begin without its sessions"
                 )

@@ -108,6 +108,7 @@ class SessionServer:
         entry = self._entry(request)
         async with entry.lock:
             body = _described(entry, with_tokens=request.query.get("tokens") == "1")
+            body["starved"] = self._book.gateway.starved(entry.session_id)
         return json_response(body)
 
     async def _delete(self, request: web.Request) -> web.Response:
@@ -261,7 +262,7 @@ def _described(entry: OpenSession, *, with_tokens: bool) -> dict[str, Any]:
         "metadata": settings.metadata,
         "max_trim_tokens": entry.template.max_trim_tokens,
         "n_tokens": entry.n_tokens,
-        "out_of_room": entry.out_of_room,
+        "refused": entry.refused,
         "turns": turns,
         "leaves": leaves,
     }

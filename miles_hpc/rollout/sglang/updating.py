@@ -43,7 +43,10 @@ class Updating:
     """The weights of one engine. One update at a time; a caller that left doesn't end the one under way."""
 
     def __init__(self, state: EngineState, generating: Generating, *, model_type: str, tied: bool) -> None:
-        """`model_type` and `tied` are the model's, as config.json has them. Takes memory for nothing yet."""
+        """`model_type` and `tied` are the model's, as config.json has them.
+
+        Makes a folder and a memory file, which `close` removes.
+        """
         self.staging = Staging()
         self._state = state
         self._generating = generating
