@@ -295,7 +295,7 @@ def test_the_models_of_the_peer_choose_as_the_peer_does(tmp_path: Path) -> None:
 
 
 def test_a_router_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MILES_HPC_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert peer.find() is None
     with pytest.raises(RuntimeError, match=r"sglang-router ended at its start: .*sglang_router"):
         peer.Router(Path(sys.executable), ["http://127.0.0.1:1"], tmp_path)
