@@ -50,7 +50,7 @@ types: ## strict type check
 
 bench: ## benchmarks beside their peers, Ray among them (BENCH_ARGS=--quick for less than a minute each)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRAS=bench bash tools/setup.sh
-	@$(PY) -m tools.bench_session.peer # an environment of its own for sglang-router
+	@$(PY) -m tools.bench_session.peer || true # an environment of its own for sglang-router; without it, ratios are null
 	@for b in tools/bench_*; do $(PY) -m tools.$$(basename "$$b" .py) $(BENCH_ARGS) || exit 1; done
 
 box-up: setup ## bring the private Slurm cluster up

@@ -97,6 +97,19 @@ def test_bad_settings_open_nothing(tmp_path: Path, settings: Any, param: str | N
     play(tmp_path, scenario)
 
 
+def test_a_family_that_the_template_needs_is_told_when_a_session_is_opened(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        headers = {"Authorization": "Bearer the-servers-own"}
+        status, body = await served.post(f"{served.url}/sessions", headers, {})
+        assert (status, len(served.book)) == (400, 0)
+        assert "of the chat families, qwen3 would do" in body["error"]["message"]
+        session = await served.open(chat_family="qwen3")
+        message = await served.chat(session, HI)
+        await served.chat(session, [*HI, message, said("and now?")])
+
+    play(tmp_path, scenario, style="thinking")
+
+
 # ------------------------------------------------------------------------------------------------ conversations
 
 

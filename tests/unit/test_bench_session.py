@@ -17,6 +17,7 @@ from tests.exploring import examples
 from tools.bench_session import peer
 from tools.bench_session.__main__ import main
 from tools.bench_session.core import Arm
+from tools.bench_session.played import measure_live
 from tools.bench_session.policies import POLICIES
 from tools.bench_session.processes import Child, cpu_s, own_cpu_s
 from tools.bench_session.radix import PrefixCache
@@ -283,8 +284,18 @@ def test_a_childs_processor_time_is_counted_and_it_ends(tmp_path: Path) -> None:
     assert not child.alive
 
 
+@pytest.mark.skipif(peer.find() is None, reason="python -m tools.bench_session.peer makes its environment")
+def test_the_models_of_the_peer_choose_as_the_peer_does(tmp_path: Path) -> None:
+    python = peer.find()
+    assert python is not None
+    rows = measure_live(python, tmp_path, engines=3, sessions=24, seed=1)
+    found = {row["policy"]: (row["hit_share_of_bound"], row["load_imbalance"]) for row in rows}
+    assert found["cache_aware, model"] == found["cache_aware, sglang-router"]
+    assert found["manual, model"] == pytest.approx(found["manual, sglang-router"], abs=0.3)
+
+
 def test_a_router_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MILES_HPC_BENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert peer.find() is None
     with pytest.raises(RuntimeError, match=r"sglang-router ended at its start: .*sglang_router"):
         peer.Router(Path(sys.executable), ["http://127.0.0.1:1"], tmp_path)

@@ -26,7 +26,7 @@ from miles_hpc.rollout.session.template import CHAT_FAMILIES
 from tools.bench_session import peer
 from tools.bench_session.conditions import machine
 from tools.bench_session.core import SAMPLED_TOKENS, SIZES, TURNS_PER_REPEAT, Bench, measure_core
-from tools.bench_session.played import measure_trace
+from tools.bench_session.played import measure_live, measure_trace
 from tools.bench_session.report import Report, show
 from tools.bench_session.routed import decision_us, measure_routed
 from tools.bench_session.surface import measure_surface
@@ -47,6 +47,7 @@ class Sizes:
     sessions: int
     traces: int
     cache_tokens: int  # of one engine
+    live_sessions: int
     backends: int
     clients: int
     requests: int
@@ -64,6 +65,7 @@ FULL = Sizes(
     open_sessions=256,
     sessions=4000,
     traces=3,
+    live_sessions=240,
     cache_tokens=400_000,
     backends=8,
     clients=32,
@@ -81,6 +83,7 @@ QUICK = Sizes(
     open_sessions=128,
     sessions=1000,
     traces=1,
+    live_sessions=40,
     cache_tokens=400_000,
     backends=4,
     clients=16,
@@ -99,6 +102,7 @@ SMALLEST = Sizes(
     open_sessions=16,
     sessions=80,
     traces=1,
+    live_sessions=8,
     cache_tokens=200_000,
     backends=2,
     clients=2,
@@ -152,6 +156,9 @@ def measure(sizes: Sizes, options: argparse.Namespace) -> Report:
             report.left_out["sglang-router"] = reason
         else:
             report.conditions["sglang_router"] = peer.VERSION
+            report.live = measure_live(
+                python, folder, engines=sizes.backends, sessions=sizes.live_sessions, seed=options.seed
+            )
         report.routed = measure_routed(
             folder,
             python,

@@ -1,7 +1,7 @@
 """sglang-router as a peer: an environment of its own, and a started router.
 
 Its package pins a web framework that nothing here needs, so it gets a virtual environment in a cache folder, made at the
-first use by `install` (some 150 MB with what it needs) and used again. MILES_HPC_BENCH_CACHE names another folder.
+first use by `install` (some 150 MB with what it needs) and used again.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _READY_S = 60.0
 
 
 def cache_folder() -> Path:
-    """Where environments of peers are kept."""
-    base = os.environ.get("MILES_HPC_BENCH_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    return Path(base) / "miles_hpc_bench" if base else Path.home() / ".cache" / "miles_hpc_bench"
+    """Where environments of peers are kept: below the user's cache folder (XDG Base Directory Specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles_hpc_bench"
 
 
 def find() -> Path | None:

@@ -1,15 +1,19 @@
-"""All policies over the same traces: medians, and how far traces differ."""
+"""All policies over the same traces: medians, and how far traces differ. The real sglang-router over a smaller one."""
 
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
+from tools.bench_session.live import LiveRouter
 from tools.bench_session.policies import POLICIES
 from tools.bench_session.replay import Replayed, replay
 from tools.bench_session.trace import TracedSession, generate
 
-__all__ = ["measure_trace"]
+__all__ = ["measure_live", "measure_trace"]
+
+_LIVE = ("manual", "cache_aware")
 
 
 def measure_trace(
@@ -29,6 +33,28 @@ def measure_trace(
     for name, policy in POLICIES.items():
         found = [replay(trace, policy(engines, seed, trace), capacity_tokens=cache_tokens) for trace in traces]
         rows.append(_row(name, found, engines, cache_tokens))
+    return rows
+
+
+def measure_live(python: Path, folder: Path, *, engines: int, sessions: int, seed: int) -> list[dict[str, Any]]:
+    """One row per policy over one small trace: ours, the real sglang-router's, and the models of those.
+
+    `python` is the peer's. Raises what `LiveRouter` raises.
+    """
+    trace = generate(sessions, open_sessions=max(sessions // 5, 8), seed=seed)
+    cache_tokens = 25_000 * max(sessions // 40, 1)
+    rows = []
+    for name in ("ours", *_LIVE):
+        found = replay(trace, POLICIES[name](engines, seed, trace), capacity_tokens=cache_tokens)
+        rows.append(_row(name if name == "ours" else f"{name}, model", [found], engines, cache_tokens))
+        if name == "ours":
+            continue
+        live = LiveRouter(engines, seed, trace, python=python, folder=folder, policy=name)
+        try:
+            found = replay(trace, live, capacity_tokens=cache_tokens)
+        finally:
+            live.close()
+        rows.append(_row(f"{name}, sglang-router", [found], engines, cache_tokens))
     return rows
 
 

@@ -11,7 +11,7 @@
 | `clairvoyant` | its session's engine; a new session to the one with the least active tokens over the session's own time, all sessions' lengths known beforehand | nobody: what staying with an engine allows |
 
 The models of sglang-router 0.3.2 follow its documented options and defaults: cache threshold 0.3, uneven from 64
-requests and a factor of 1.5 on.
+requests and a factor of 1.5 on. live.py is the real one, and played.py puts it beside its models.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ class Report:
     core: list[Arm] = field(default_factory=list)
     surface: list[dict[str, Any]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
+    live: list[dict[str, Any]] = field(default_factory=list)
     decision_us: list[float] = field(default_factory=list)
     routed: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Report:
             *({"part": "core", **arm.row()} for arm in self.core),
             *({"part": "surface", **row} for row in self.surface),
             *({"part": "trace", **row} for row in self.trace),
+            *({"part": "live", **row} for row in self.live),
             *({"part": "routed", **row} for row in self.routed),
             {"part": "decision", "decision_us_all": [round(value, 3) for value in self.decision_us]},
         ]
@@ -98,6 +100,7 @@ def show(report: Report, console: Console) -> None:
     for table in (_core(report.core), _rows("Through HTTP", report.surface, _SURFACE)):
         console.print(table)
     console.print(_rows("A trace of agents over engines (spread: least to most over the traces)", report.trace, _TRACE))
+    console.print(_rows("A smaller trace, through the real sglang-router as well", report.live, _TRACE))
     console.print(_rows("Requests through a router, engines that answer at once", report.routed, _ROUTED))
     console.print({"summary": report.summary(), "conditions": report.conditions})
 

@@ -10,7 +10,6 @@ Of our side only data is used: what `ChatFamily` says of a family. Clients' text
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from miles_hpc.core.errors import UserError
 from miles_hpc.rollout.session.template import ChatFamily
 
 __all__ = ["WORDS", "Impossible", "Oracle"]
@@ -39,16 +39,17 @@ class Impossible(ValueError):
 
 
 class Oracle:
-    """One model folder, read by transformers."""
+    """One model folder, read by transformers. Raises UserError without that package."""
 
     def __init__(self, folder: Path, family: ChatFamily) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-
+        try:
+            from transformers import AutoTokenizer
+            from transformers.utils import logging
+        except ImportError as error:
+            raise UserError(f"prompts are compared with transformers': {error}: install the extra 'train'") from error
         logging.set_verbosity_error()
         self.family = family
-        self._hugging_face = AutoTokenizer.from_pretrained(folder)
+        self._hugging_face = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self._tokenizer = self._hugging_face.backend_tokenizer
         self._source = self._hugging_face.get_chat_template()
         self._fast = _unguarded(self._source)

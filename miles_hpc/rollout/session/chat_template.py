@@ -22,8 +22,19 @@ _DICT_NAMES = frozenset(dir(dict))
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     """The sandbox decides about every attribute, which takes a good part of a rendering's time. Entries of plain dicts
-    that share no name with a method are never attributes: they are looked up at once.
+    that share no name with a method are never attributes: they are looked up at once. For all else its verdict, which
+    depends on type and name alone, is asked once.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._verdicts: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        verdict = self._verdicts.get((type(obj), attr))
+        if verdict is None:
+            verdict = self._verdicts[type(obj), attr] = super().is_safe_attribute(obj, attr, value)
+        return verdict
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_NAMES:

@@ -34,6 +34,7 @@ __all__ = ["CHAT_FAMILIES", "ChatFamily", "HuggingFaceTemplate", "Junction", "Se
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_SYSTEM = ("developer", "user", "assistant", "tool")
+_CALL_ID = "call00001"  # some templates ask for nine letters and digits
 
 
 class Junction(NamedTuple):
@@ -104,7 +105,7 @@ CHAT_FAMILIES: Mapping[str, ChatFamily] = {
 class HuggingFaceTemplate:
     """`SessionTemplate` over a model folder's tokenizer and chat template. Use from one thread at a time.
 
-    `variables` are template variables of the run, beyond the family's. Spelled-out special tokens in what clients
+    `variables` are template variables of the run, beyond the family's. Spelled-out control tokens in what clients
     send are removed: only the template opens and closes turns. The tokenizer may be one with `append_only` False, since
     every suffix is checked. Raises UserError when a token of the family's trims isn't in the vocabulary.
     """
@@ -145,9 +146,9 @@ class HuggingFaceTemplate:
 
     def first(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         self._check_roles(messages, _ROLES)
-        rows = [self._row(m) for m in messages]
-        self._check_calls(rows)
-        return self._tokenizer.encode(self._render(rows, self._tools(tools)[0], True))
+        rows, cleaned = [self._row(m) for m in messages], self._tools(tools)[0]
+        self._check_calls(rows, cleaned)
+        return self._tokenizer.encode(self._render(rows, cleaned, True))
 
     def suffix(self, before: Message, appended: Sequence[Message], tools: Tools) -> list[int]:
         self._check_roles(appended, self._family.appended)
@@ -160,7 +161,7 @@ class HuggingFaceTemplate:
             base = self._render(prefix, cleaned, False)
         rows = [self._row(m) for m in appended]
         self._check_spoken(prefix, rows, cleaned)
-        self._check_calls(rows)
+        self._check_calls(rows, cleaned)
         added = self._added(base, prefix, rows, cleaned)
         self._check_rounds(added, prefix, rows, cleaned)
         text = self._closing(plain, base) + added
@@ -282,15 +283,14 @@ class HuggingFaceTemplate:
                 )
             self._spoken.add(role)
 
-    def _check_calls(self, rows: list[dict[str, Any]]) -> None:
+    def _check_calls(self, rows: list[dict[str, Any]], tools: Tools) -> None:
         """As `_check_spoken`, for tool calls of assistant messages that a client sends and nobody sampled here."""
         for row in rows:
             has_content = bool(row["content"])
             if row["role"] != "assistant" or not row.get("tool_calls") or has_content in self._shown_calls:
                 continue
-            call = {"id": "c", "type": "function", "function": {"name": MARK, "arguments": "{}"}}
-            probe = self._row({"role": "assistant", "content": "a" if has_content else "", "tool_calls": [call]})
-            if MARK not in self._render([_stand_ins()[0], probe], [], False):
+            probe = row | {"tool_calls": [_renamed_call(call, MARK) for call in row["tool_calls"]]}
+            if MARK not in self._render([_stand_ins()[0], probe], tools, False):
                 raise BadHistory(
                     f"chat template of {self._tokenizer.folder} doesn't render tool calls of an assistant message "
                     f"{'with' if has_content else 'without'} content: send them in its text"
@@ -315,10 +315,10 @@ class HuggingFaceTemplate:
 
     def _go_on(self) -> None:
         self.suffix({"role": "assistant", "content": "a"}, [{"role": "user", "content": "b"}], [])
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": "{}"}}
         before = {"role": "assistant", "content": "a", "tool_calls": [call]}
         try:
-            self.suffix(before, [{"role": "tool", "tool_call_id": "c", "content": "b"}], [])
+            self.suffix(before, [{"role": "tool", "tool_call_id": _CALL_ID, "content": "b"}], [])
         except BadHistory:
             pass  # a template without tools: requests with results of tools are refused, others aren't
 
@@ -371,3 +371,8 @@ def _written_call(call: Message) -> dict[str, Any]:
     if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
         return dict(call)
     return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}
+
+
+def _renamed_call(call: Message, name: str) -> Message:
+    function = call.get("function")
+    return {**call, "function": {**function, "name": name}} if isinstance(function, Mapping) else call
