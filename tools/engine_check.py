@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="more of SGLang's arguments")
+    parser.add_argument("--memory", action="store_true", help="give device memory back and take it again")
     parser.add_argument("--log", type=Path, default=None, help="of the server")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -116,10 +117,51 @@ async def _check(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
             found["requests_with_two_versions"] = sum(s == [1, 2] for s in steps)
             if not all(s in ([1], [2], [1, 2]) for s in steps):
                 found["wrong"].append("versions out of order")
+            if args.memory:
+                await _give_back(engine, source, models[1].to(args.device), prompts[0].astype(np.int32), sizes, found)
         finally:
             await engine.close()
             await source.close()
     return found
+
+
+async def _give_back(
+    engine: RolloutEngine,
+    source: _Source,
+    model: Any,
+    prompt: npt.NDArray[np.int32],
+    sizes: Sizes,
+    found: dict[str, Any],
+) -> None:
+    """Everything given back with a request under way; weights again, a sync, the cache again; then it goes on."""
+    import torch
+
+    waiting = asyncio.ensure_future(_load(engine, prompt[None], sizes, "m"))
+    await asyncio.sleep(0.5)
+    before, began = _device_used_gb(), time.monotonic()
+    await engine.release_memory(["kv_cache", "weights"], deadline_s=120.0)
+    found["release_s"], found["device_gb_before"] = round(time.monotonic() - began, 2), before
+    found["device_gb_released"] = _device_used_gb()
+    began = time.monotonic()
+    await engine.resume_memory(["weights"], deadline_s=120.0)
+    await source.sync(engine, 2)
+    await engine.resume_memory(["kv_cache"], deadline_s=120.0)
+    found["resume_and_sync_s"], found["device_gb_resumed"] = round(time.monotonic() - began, 2), _device_used_gb()
+    results, _ = await waiting
+    _check_rows(results, sizes, found["wrong"])
+    after, _ = await _load(engine, prompt[None], sizes, "n")
+    with torch.inference_mode():
+        found["mean_abs_logprob_difference_after"] = float(np.mean(_difference(model, prompt, after[0])))
+
+
+def _device_used_gb() -> float | None:
+    """Memory in use on the first GPU by all processes; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    return round((total - free) / 1e9, 2)
 
 
 def _model(folder: Path, sizes: Sizes, seed: int, dtype: str) -> Any:
@@ -156,6 +198,7 @@ def _spec(args: argparse.Namespace, folder: Path, source: _Source, sizes: Sizes,
             "tensor_parallel": args.tensor_parallel,
             "args": {name: {"true": True, "false": False}.get(value, value) for name, value in given.items()},
             "log": args.log,
+            "memory_saver": args.memory,
         }
     return EngineSpec(
         name="engine",
