@@ -57,7 +57,8 @@ def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["history_tokens"] > 64_000 for row in parts["surface"]] == [False, True]
     assert [row["policy"] for row in parts["trace"]] == list(POLICIES)
     assert [row["arm"] for row in parts["routed"]] == ["gateway", "proxy"]
-    assert {"cpu", "cores", "python", "versions", "sizes", "load_average_at_start"} <= set(result["conditions"])
+    known = {"cpu", "cores", "python", "versions", "sizes", "repeats", "load_average_at_start", "load_average_at_end"}
+    assert known <= set(result["conditions"])
 
 
 def test_bad_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,12 @@ def measure(sizes: Sizes, options: argparse.Namespace) -> Report:
             report.conditions["tokenizer"] = "byte-level BPE of 480 tokens, ChatML with tools"
         bench = Bench(*folder_template(model, family), options.seed)
         report.conditions |= _core_conditions(bench)
+        report.conditions["repeats"] = {
+            "core": options.repeats or sizes.core_repeats,
+            "surface": sizes.surface_repeats,
+            "traces": sizes.traces if traces is None else 1,
+            "routed": sizes.routed_repeats,
+        }
         report.core = measure_core(bench, options.repeats or sizes.core_repeats, Random(options.seed))
         style_folder("chatml", folder / "served" / "model")
         report.surface = measure_surface(
@@ -154,6 +160,7 @@ def measure(sizes: Sizes, options: argparse.Namespace) -> Report:
         )
         if python is None:
             report.left_out["sglang-router"] = reason
+            print(f"bench_session: sglang-router is left out: {reason}", file=sys.stderr)
         else:
             report.conditions["sglang_router"] = peer.VERSION
             report.live = measure_live(
@@ -208,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.mode = options.mode or "full"
     try:
         report = measure({"quick": QUICK, "smallest": SMALLEST, "full": FULL}[options.mode], options)
-    except (MilesError, RuntimeError) as error:
+    except (MilesError, RuntimeError, OSError) as error:  # among them TimeoutError
         print(f"bench_session: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     if options.json:

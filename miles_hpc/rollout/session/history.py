@@ -164,15 +164,23 @@ class LinearHistory(History):
 
     def _repeated(self, messages: Sequence[Message]) -> tuple[int, int]:
         """How many turns of the path `messages` repeats, and how many messages these have."""
-        n = len(self._messages)
-        if self.matcher.reflexive and self._messages == messages[:n]:  # the common case, at C's speed
-            return len(self._path), n
+        for kept in (len(self._path), len(self._path) - 1):  # going on, and the last turn again: at C's speed
+            n = self._path[kept - 1].n_messages if kept > 0 else 0
+            if self.matcher.reflexive and 0 < n <= len(messages) and self._messages[:n] == messages[:n]:
+                return self._longest(messages, kept)
         kept = position = 0
         for turn in self._path:
             if not self._repeats(turn, messages, position):
                 break
             kept += 1
             position = turn.n_messages
+        return kept, position
+
+    def _longest(self, messages: Sequence[Message], kept: int) -> tuple[int, int]:
+        """So many turns are repeated for certain; the one after them may match without being equal."""
+        position = self._path[kept - 1].n_messages
+        if kept < len(self._path) and self._repeats(self._path[kept], messages, position):
+            kept, position = kept + 1, self._path[kept].n_messages
         return kept, position
 
 
@@ -214,7 +222,10 @@ class TreeHistory(History):
         if len(self._turns) >= self.max_turns:
             return f"the session holds {self.max_turns} turns, the most that it may"
         parent = attachment.parent
-        if parent is None or parent is not self._turns[-1]:
+        newest = self._turns[-1] if self._turns else None
+        if newest is not None and parent is newest.parent:
+            del self._newest[0 if parent is None else parent.n_messages :]
+        elif parent is not newest:
             self._newest = [message for above in path_of(parent) for message in above.messages]
         self._newest += turn.messages
         self._turns.append(turn)
@@ -239,29 +250,30 @@ class TreeHistory(History):
     def _start(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Turn]]:
         """A turn that matches for certain, and those that are still to be looked at.
 
-        Most requests repeat the newest turn's path: then that is compared in one go, at C's speed, and only what forks
-        off it is left.
+        Most requests repeat the newest turn's path, or ask for that turn again: then this is compared in one go, at
+        C's speed, and only what forks off it is left.
         """
         roots = [turn for turn in self._children[-1] if turn.tools == tools]
-        n = len(self._newest)
         newest = self._turns[-1] if self._turns else None
-        if (
-            newest is None
-            or newest.tools != tools
-            or not self.matcher.reflexive
-            or n > len(messages)
-            or self._newest != messages[:n]
-        ):
+        if newest is None or newest.tools != tools or not self.matcher.reflexive:
             return None, roots
-        others: list[Turn] = []
-        below = newest
+        for turn in (newest, newest.parent):
+            n = 0 if turn is None else turn.n_messages
+            if turn is not None and n <= len(messages) and self._newest[:n] == messages[:n]:
+                return turn, self._forking_off(turn, roots)
+        return None, roots
+
+    def _forking_off(self, turn: Turn, roots: list[Turn]) -> list[Turn]:
+        """Turns that go on from `turn`, and those beside its path."""
+        others = list(self._children[turn.number])
+        below = turn
         if self._forks:
-            for turn in path_of(newest.parent)[::-1]:
-                if turn.number in self._forks:
-                    others += [child for child in self._children[turn.number] if child is not below]
-                below = turn
-            others += [turn for turn in roots if turn is not below]
-        return newest, others
+            for above in path_of(turn.parent)[::-1]:
+                if above.number in self._forks:
+                    others += [child for child in self._children[above.number] if child is not below]
+                below = above
+            others += [root for root in roots if root is not below]
+        return others
 
     def _check_room(self) -> None:
         if len(self._turns) >= self.max_turns:
