@@ -79,8 +79,12 @@ def test_a_poller_with_a_descriptor_does_not_bound_sleeps(loop: PlainLoop) -> No
     assert source.looks <= 3
     spinning = PlainLoop(spin_s=0.05)
     spinning.add_poller(source.progress)
-    assert not spinning.run_until(lambda: False, spinning.time() + 0.2)
-    assert source.looks > 20
+    for _ in range(50):  # a machine that is busy elsewhere may leave no time for looks
+        before = source.looks
+        assert not spinning.run_until(lambda: False, spinning.time() + 0.2)
+        if source.looks > before + 20:
+            return
+    raise AssertionError(f"{source.looks} looks: expected more than 20 while it spins")
 
 
 def test_descriptors_and_timers_wake_a_loop_that_polls(loop: PlainLoop) -> None:

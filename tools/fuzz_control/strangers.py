@@ -7,6 +7,7 @@ A stranger never gets more than the challenge, and no handler runs.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,8 +180,12 @@ def knock_at_ucx(rng: Random, pid: int, address: str, frames: int, tally: Tally)
 
 def _listening_ports(pid: int) -> list[int]:
     """TCP ports of a process that 127.0.0.1 reaches."""
-    links = (str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir())
-    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    inodes = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            link = str(path.readlink())
+            if link.startswith("socket:"):
+                inodes.add(link.removeprefix("socket:[").removesuffix("]"))
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
     return [int(port, 16) for host, port in local if host in ("0100007F", "00000000")]
