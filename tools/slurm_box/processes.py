@@ -193,7 +193,10 @@ def step_daemons(root: Path, node: str | None = None) -> dict[int, str]:
             if Path(f"/proc/{pid}/comm").read_text().strip() != "slurmstepd":
                 continue
             for fd in Path(f"/proc/{pid}/fd").iterdir():
-                target = str(fd.readlink())
+                try:
+                    target = str(fd.readlink())
+                except FileNotFoundError:
+                    continue  # this one was closed meanwhile; the others tell as well
                 name = inodes.get(target[8:-1]) if target.startswith("socket:[") else None
                 if name is not None and node in (None, name):
                     found[pid] = name
