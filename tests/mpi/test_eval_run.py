@@ -54,7 +54,9 @@ def _command(run_dir: Path, *settings: str) -> list[str]:
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("settings", [(), SET_ASIDE], ids=["shared", "set aside"])
+@pytest.mark.parametrize(
+    "settings", [(), pytest.param(SET_ASIDE, marks=pytest.mark.lifecycle)], ids=["shared", "set aside"]
+)
 def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, settings: tuple[str, ...]) -> None:
     done = subprocess.run(_command(run_dir, *settings), capture_output=True, text=True, timeout=280, check=False)
     logs = "\n".join(f"{p.name}: {p.read_text()[-800:]}" for p in sorted(run_dir.glob("attempts/*/logs/*.log")))
@@ -97,6 +99,7 @@ def test_evaluations_every_two_steps_while_training_goes_on(run_dir: Path, setti
 
 @pytest.mark.mpi
 @pytest.mark.slow
+@pytest.mark.lifecycle
 @pytest.mark.timeout(300)
 def test_an_evaluation_that_a_lost_trainer_cuts_has_one_outcome(run_dir: Path) -> None:
     """With a checkpoint of every step the run goes on behind the evaluation's: then its weights are gone."""
