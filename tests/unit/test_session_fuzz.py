@@ -96,7 +96,7 @@ PLANTED: list[tuple[str, str, Any, str, Any]] = [
     ("a turn closed twice", "chatml", HuggingFaceTemplate, "junction", closed_twice),
     ("a suffix is split in another way", "chatml", HuggingFaceTemplate, "suffix", split_anew),
     ("control tokens that aren't special pass", "rounds", ChatTokenizer, "plain", only_special),
-    ("tool calls get lost", "rounds", HuggingFaceTemplate, "_check_calls", lambda self, rows: None),
+    ("tool calls get lost", "rounds", HuggingFaceTemplate, "_check_calls", lambda self, rows, tools: None),
     ("cut turns go on", "chatml", "miles_hpc.rollout.session.history", "_check_ended", never_cut),
     ("any path fits", "headers", History, "_repeats", any_path),
     ("every message matches", "headers", Matcher, "__call__", everything_matches),
