@@ -9,6 +9,7 @@ conversation ── sometimes bent ──▶ session.prepare ─▶ prompt ─�
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,7 +68,7 @@ class World:
         )
         self.tools: list[Any] = rng.choice(([], _TOOLS))
         self.keys = 0
-        self.changes: dict[int, list[Item]] = {}  # made of the message with that key
+        self.items: dict[str, Item] = {}  # by what they say
         self.split_anew = 0  # recorded turns whose tokens aren't the tokenizer's own
         self.refused: Counter[int] = Counter()
 
@@ -141,7 +142,7 @@ class World:
         items = list(base.items)
         if rng.random() < 0.06:
             at = rng.randrange(len(items))
-            items[at] = self._changed(items[at])
+            items[at] = self._item(change(rng, items[at].message, self.matcher))
         calls = items[-1].message.get("tool_calls")
         if calls and rng.random() < 0.9:
             for call in calls:
@@ -287,19 +288,13 @@ class World:
 
     # ------------------------------------------------------------------------------------------- details
 
-    def _changed(self, item: Item) -> Item:
-        """Another message in this one's place. Reasoning that is pruned twice gives the same message twice."""
-        message = change(self.rng, item.message, self.matcher)
-        known = self.changes.setdefault(item.key, [])
-        found = next((one for one in known if one.message == message), None)
-        if found is None:
-            found = self._item(message)
-            known.append(found)
-        return found
-
     def _item(self, message: dict[str, Any]) -> Item:
-        self.keys += 1
-        return Item(self.keys, message, self.oracle.plain(message))
+        """With a key of its own, unless it says what another one says: reasoning that was added may be pruned again."""
+        said = json.dumps({k: v for k, v in message.items() if v not in (None, "", [])}, sort_keys=True)
+        if said not in self.items:
+            self.keys += 1
+            self.items[said] = Item(self.keys, message, self.oracle.plain(message))
+        return self.items[said]
 
     def _text(self) -> str:
         """No two are the same. Some spell what opens and closes turns."""
