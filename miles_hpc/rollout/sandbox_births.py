@@ -2,12 +2,13 @@
 
 | kind | a sandbox is | its processes are killed by |
 |---|---|---|
-| unshare | one clone(2) and three mounts, then bash | kill(-1) inside its PID namespace |
+| unshare | one clone(2), three mounts, a loopback device, then bash | kill(-1) inside its PID namespace |
 | bubblewrap | bwrap(1), which makes the same, then bash | likewise |
 | none | a session in a new folder, no isolation | walking over /proc by session |
 
-Because network namespace and root are made once (sandbox_root.py) and inherited, a sandbox costs little. Stdlib only,
-no pathlib: the process stays small, because it forks for others.
+The root is made once (sandbox_root.py) and inherited, which keeps a sandbox cheap. A network namespace isn't: abstract
+Unix sockets are names of one, and sandboxes would reach each other by them. Stdlib only, no pathlib: the process stays
+small, because it forks for others.
 """
 
 # ruff: noqa: PTH208, PTH116
@@ -21,6 +22,7 @@ import tempfile
 
 from miles_hpc.rollout.sandbox_kernel import (
     CLONE_NEWIPC,
+    CLONE_NEWNET,
     CLONE_NEWNS,
     CLONE_NEWPID,
     CLONE_NEWUSER,
@@ -30,6 +32,7 @@ from miles_hpc.rollout.sandbox_kernel import (
     clone,
     drop_capabilities,
     enter_pid_namespace,
+    loopback_up,
     mount,
     restrict_calls,
     write,
@@ -38,7 +41,7 @@ from miles_hpc.rollout.sandbox_root import FILTER, MAX_INODES, SANDBOX_UID, SHEL
 
 __all__ = ["Births", "FolderBirths", "NamespaceBirths"]
 
-_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC
+_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET
 _WRITABLE = ("/work", "/tmp")
 
 
@@ -117,7 +120,7 @@ class NamespaceBirths(Births):
         # fmt: off
         self._bwrap = [
             bwrap, "--unshare-user", "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID),
-            "--cap-drop", "ALL", "--unshare-pid", "--unshare-ipc",
+            "--cap-drop", "ALL", "--unshare-pid", "--unshare-ipc", "--unshare-net",
             "--dev-bind", "/", "/", "--proc", "/proc",
             "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/work", "--seccomp", "5",
             "--die-with-parent", "--as-pid-1", "--new-session", "--chdir", "/work", *self._shell,
@@ -149,6 +152,7 @@ class NamespaceBirths(Births):
             for folder in _WRITABLE:
                 options = f"size={self._size},nr_inodes={MAX_INODES},mode=755,uid={SANDBOX_UID},gid={SANDBOX_UID}"
                 mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+            loopback_up()
             os.chdir("/work")
             os.setsid()
             for fd, place in ((self._null, 0), (self._null, 1), (self._null, 2), (control, 3), (output, 4)):

@@ -7,7 +7,10 @@ prctl(2), keyctl(2), seccomp(2).
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 
 __all__ = [
     "become_dumpable",
@@ -17,6 +20,7 @@ __all__ = [
     "drop_capabilities",
     "enter_pid_namespace",
     "forget_session_keys",
+    "loopback_up",
     "mount",
     "pivot_here",
     "restrict_calls",
@@ -43,6 +47,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
@@ -72,6 +77,12 @@ def check_machine() -> None:
     machine = os.uname().machine
     if machine not in _SYSCALLS:
         raise OSError(f"machine {machine}: sandboxes are isolated on {' and '.join(_SYSCALLS)}")
+
+
+def loopback_up() -> None:
+    """127.0.0.1 and ::1 of this network namespace; netdevice(7)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))
 
 
 def write(path: str, text: str) -> None:

@@ -11,6 +11,7 @@ Namespaces and missing capabilities bound what a sandbox owns; some of the kerne
 | io_uring | does opens, connects and sends that no filter sees | EPERM |
 | bpf, perf_event_open, userfaultfd | tools of attacks on the kernel | EPERM |
 | new namespaces, mounts, setns | capabilities within them open much of the kernel; all set-up is done by then | EPERM |
+| syslog | the node's kernel log, where the site lets everybody read it | EPERM |
 | open_by_handle_at, kexec, modules | need capabilities that a sandbox hasn't; shut all the same | EPERM |
 | clone3 | its flags are in memory, where a filter can't look; C libraries then take clone | ENOSYS |
 | another architecture's calls | have other numbers | the process is killed (SIGSYS) |
@@ -43,6 +44,7 @@ _NEW = {
 #: machine (uname -m) -> call -> number: what is answered with EPERM.
 DENIED = {
     "x86_64": {
+        "syslog": 103,
         "pivot_root": 155,
         "mount": 165,
         "umount2": 166,
@@ -69,6 +71,7 @@ DENIED = {
         "unshare": 97,
         "kexec_load": 104,
         "init_module": 105,
+        "syslog": 116,
         "delete_module": 106,
         "add_key": 217,
         "request_key": 218,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,24 @@ def test_another_architectures_calls_kill(machine: str) -> None:
 
 def test_the_second_set_of_calls_isnt_there() -> None:
     assert answer("x86_64", 0x40000000 | NUMBERS["x86_64"]["read"]) == "ENOSYS"
+
+
+@pytest.mark.parametrize(
+    ("machine", "header", "prefix"),
+    [
+        ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "__NR_"),
+        ("aarch64", "/usr/include/asm-generic/unistd.h", "__NR(?:3264)?_"),
+    ],
+)
+def test_numbers_are_those_of_the_kernels_headers(machine: str, header: str, prefix: str) -> None:
+    if not Path(header).is_file():
+        pytest.skip(f"no {header} here")
+    defined = dict(re.findall(rf"#define {prefix}(\w+)\s+(\d+)", Path(header).read_text()))
+    known = {name: number for name, number in DENIED[machine].items() if name in defined}
+    assert set(DENIED[machine]) - set(known) <= {"open_tree_attr"}  # newer than some headers
+    assert known == {name: int(defined[name]) for name in known}
+    for name, number in NUMBERS[machine].items():
+        assert int(defined[name]) == number
 
 
 def test_programs_are_short_and_unknown_machines_have_none() -> None:
