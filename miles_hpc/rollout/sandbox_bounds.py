@@ -2,7 +2,7 @@
 
 | limit | told when | can't be told when |
 |---|---|---|
-| output | the host had it killed, because it wrote on and on | |
+| output | it wrote more than the host reads and drops, and was killed if it still ran | |
 | processes | as many tasks as may be were there when it failed or its time was over | they had ended by then |
 | folder | /work or /tmp had no room or no file left when it failed or its time was over | what filled it is gone |
 | cpu, file | it ended by SIGXCPU, SIGXFSZ | a part of it did and it went on; it handles the signal |

@@ -53,6 +53,7 @@ from miles_hpc.rollout.sandbox_files import (
 )
 from miles_hpc.rollout.sandbox_link import LauncherLink
 from miles_hpc.rollout.sandbox_root import SANDBOX_UID
+from miles_hpc.rollout.sandbox_site import missing
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 
@@ -107,9 +108,10 @@ class SandboxHost:
                 failures.append(f"{kind}: {error}")
                 await self.close()
         else:
+            settings = "; ".join(missing()) or "no sysctl forbids them, a seccomp filter or security module may"
             raise UserError(
-                f"this node can't isolate sandboxes ({'; '.join(failures)}): allow user namespaces "
-                "(sysctl user.max_user_namespaces) or choose isolation 'none' for commands that are trusted"
+                f"this node can't isolate sandboxes ({'; '.join(failures)}): have namespaces allowed ({settings}), "
+                "or choose isolation 'none' for commands that are trusted"
             )
         self._keepers = [asyncio.create_task(self._sweep()), asyncio.create_task(self._keep_launcher(kind))]
 

@@ -6,7 +6,10 @@ prints, in the C locale; every attempt has one, or a `limit`, or both.
 
 from __future__ import annotations
 
+import base64
+import os
 import signal
+import struct
 from dataclasses import dataclass
 
 from miles_hpc.core.types import SandboxLimit
@@ -17,6 +20,8 @@ DENIED = "Operation not permitted|Permission denied"
 ABSENT = "No such file or directory"
 UNREACHABLE = "Network is unreachable"
 KILLED, XCPU, XFSZ = (128 + number for number in (signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ))
+SYS, SEGV = 128 + signal.SIGSYS, 128 + signal.SIGSEGV  # the latter where the kernel doesn't know that architecture
+X86 = os.uname().machine == "x86_64"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,16 @@ def numbered(number: int, *arguments: str) -> str:
 
 def open_socket(family: int, kind: int, rest: str = "") -> str:
     return f"perl -MSocket -e 'socket(S, {family}, {kind}, 0) or die \"$!\\n\"; {rest}'"
+
+
+def i386_call() -> str:
+    """A program that makes a call of the other architecture: exit(0) by int 0x80. Format: elf(5), one segment."""
+    code = b"\xb8\1\0\0\0\x31\xdb\xcd\x80"  # mov eax, 1; xor ebx, ebx; int 0x80
+    start, end = 0x400000, 64 + 56
+    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1", 2, 62, 1, start + end, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, start, start, end + len(code), end + len(code), 0x1000)
+    program = base64.b64encode(header + segment + code).decode()
+    return f"echo {program} | base64 -d >p; chmod +x p; ./p"
 
 
 def abstract(name: str) -> str:
@@ -232,6 +247,8 @@ KERNEL = (
     Escape("io_uring", numbered(425, "1", "0"), DENIED),
     Escape("kexec", call("kexec_load"), DENIED),
     Escape("a module", call("init_module"), DENIED),
+    Escape("its log", 'perl -e \'require "syscall.ph"; syscall(&SYS_syslog, 10, 0, 0) < 0 and die "$!\\n"\'', DENIED),
+    *([Escape("the other architecture's calls", i386_call(), exit_codes=(SYS, SEGV))] if X86 else []),
 )
 
 ESCAPES: dict[str, tuple[Escape, ...]] = {
