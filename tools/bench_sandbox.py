@@ -6,7 +6,7 @@
 |---|---|---|
 | sandbox | made with two small files, a first command that starts no program, ended | all of it |
 | episode | the same, and `wc`, `grep`, `cat` and `sort` into `tail` in between | each of the four |
-| first | made; half a second later, as after a model's first message, one of the four; ended | that command |
+| first | made; 0.5 to 1 s later, as after a model's first message, one of the four; ended | that command |
 | later | the same, where another command was answered before the pause | that command |
 
 | arm | a sandbox is | a command is |
@@ -60,7 +60,7 @@ _COMMANDS = (
 )
 _NOTHING = (":", "")
 _PLURAL = {"sandbox": "sandboxes", "command": "commands"}
-_PAUSE_S = 0.5
+_PAUSE_S = (0.5, 1.0)
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -223,6 +223,7 @@ async def _checked(place: Place, name: str, command: tuple[str, str]) -> None:
 async def measure(place: Place, cell: Cell) -> None:
     """One repeat: `cell.n` operations, `cell.at_once` of them at a time. Raises RuntimeError for a wrong answer."""
     walls: list[float] = []
+    rng = Random(cell.at_once)
 
     async def timed(operation: Awaitable[None]) -> None:
         began = time.perf_counter()
@@ -241,7 +242,7 @@ async def measure(place: Place, cell: Cell) -> None:
                 for command in _COMMANDS:
                     await timed(_checked(place, name, command))
             else:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(rng.uniform(*_PAUSE_S))
                 await timed(_checked(place, name, _COMMANDS[number % len(_COMMANDS)]))
             await place.end(name)
 
@@ -360,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one repeat of few operations, less than 50 s on 2 cores")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--repeats", type=int, help="default 5, quick 1")
-    parser.add_argument("--operations", type=int, help="of each cell in a repeat, at least; default 256, quick 32")
+    parser.add_argument("--operations", type=int, help="of each cell in a repeat, at least; default 256, quick 16")
     parser.add_argument("--at-once", default="1,8,64,256")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"some of {', '.join(ARMS)}")
     parser.add_argument("--seed", type=int, default=0)
@@ -371,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bench_sandbox: error: expected arms of {', '.join(ARMS)}, and widths of 1 or more", file=sys.stderr)
         return 2
     repeats = options.repeats or (1 if options.quick else 5)
-    n = options.operations or (32 if options.quick else 256)
+    n = options.operations or (16 if options.quick else 256)
     about = conditions(repeats)
     cells, missing = asyncio.run(run(arms, widths, repeats, n, options.seed))
     about["load_average_at_end"] = round(os.getloadavg()[0], 2)
