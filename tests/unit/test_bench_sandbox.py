@@ -17,7 +17,8 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     arms = set(ARMS) - set(result["not_measured"])
     assert "unshare" in arms
     cells = {(row["arm"], row["operation"], row["at_once"]) for row in result["arms"]}
-    assert cells == {(arm, operation, n) for arm in arms for operation in (*OPERATIONS, "command") for n in (1, 8)}
+    expected = {(arm, operation, n) for arm in arms for operation in (*OPERATIONS, "command") for n in (1, 8)}
+    assert cells == {cell for cell in expected if cell[0] != "bwrap" or cell[1] not in ("first", "later")}
     assert all(row["wall_median_ms"] > 0 and len(row["medians_cpu_ms"]) == 1 for row in result["arms"])
     # Making a sandbox is a process of its own in namespaces of its own, which takes no less than that.
     assert all(row["cpu_median_ms"] > 0.1 for row in result["arms"] if row["operation"] == "episode")
