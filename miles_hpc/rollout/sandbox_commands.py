@@ -21,7 +21,7 @@ from miles_hpc.core.messages import SandboxResult
 from miles_hpc.rollout.sandbox_bounds import Use, limit_met
 from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, exec_request, files_request
 from miles_hpc.rollout.sandbox_link import LauncherLink
-from miles_hpc.rollout.sandbox_root import NOBODY
+from miles_hpc.rollout.sandbox_root import NOBODY, becomes_nobody
 
 __all__ = ["CommandRunner", "SandboxError"]
 
@@ -39,6 +39,7 @@ class CommandRunner:
         self.processes = 0  # that a sandbox may have, as far as this is bounded here; set with the link
         self.executed = 0  # commands
         self.executing_s = 0.0
+        self._other_user = becomes_nobody()
         self._incarnations = 0
 
     async def run(self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int) -> SandboxResult:
@@ -169,7 +170,7 @@ class CommandRunner:
         sandbox.name = f"{self._incarnations}"
         ours, theirs = socket.socketpair()
         output, output_theirs = os.pipe()
-        if os.getuid() == 0:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
+        if self._other_user:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
             os.fchown(output_theirs, NOBODY, NOBODY)
         self.link.start(sandbox.name, theirs.detach(), output_theirs)
         ours.setblocking(False)

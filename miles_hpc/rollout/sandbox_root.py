@@ -44,6 +44,7 @@ __all__ = [
     "SANDBOX_UID",
     "SHELL",
     "TASK_FOLDER",
+    "becomes_nobody",
     "build_root",
     "enter_namespaces",
 ]
@@ -69,11 +70,26 @@ SHELL = "/run/shell"
 FILTER = "/run/filter"
 
 
+def becomes_nobody() -> bool:
+    """Whether the launcher gives up being root: not where it is root of a user namespace that knows nobody else.
+
+    That one is an ordinary user for the kernel, and stays it.
+    """
+    return os.getuid() == 0 and all(_is_mapped(f"/proc/self/{kind}_map") for kind in ("uid", "gid"))
+
+
+def _is_mapped(path: str) -> bool:
+    """user_namespaces(7): lines of first id inside, first id outside, how many."""
+    with open(path) as file:
+        ranges = [[int(part) for part in line.split()] for line in file]
+    return any(first <= NOBODY < first + count for first, _, count in ranges)
+
+
 def enter_namespaces() -> None:
     """Own user, mount, network, IPC, UTS namespaces, and a PID namespace for the next fork. Raises OSError."""
     die_with_parent(signal.SIGKILL)
     forget_session_keys()
-    if os.getuid() == 0:
+    if becomes_nobody():
         # Root is exempt from the process limit (setrlimit(2), RLIMIT_NPROC), also as a namespace's mapping of it.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -42,13 +42,20 @@ def an_interpreter(user: tuple[str, ...], folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_suites_hold_without_root(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("namespace", "suites"),
+    [
+        pytest.param((), SUITES, id="ordinary-user"),
+        pytest.param(("unshare", "--user", "--map-root-user"), SUITES[-1:], id="root-of-a-namespace"),
+    ],
+)
+def test_the_suites_hold_without_root(tmp_path: Path, namespace: tuple[str, ...], suites: tuple[str, ...]) -> None:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root can become another user; the suites themselves ran as an ordinary one")
     python = an_interpreter(NOBODY, tmp_path)
-    files = [f"tests/conformance/{suite}" for suite in SUITES]
+    files = [f"tests/conformance/{suite}" for suite in suites]
     ran = subprocess.run(
-        [*NOBODY, python, "-m", "pytest", "-q", "-x", *files],
+        [*NOBODY, *namespace, python, "-m", "pytest", "-q", "-x", *files],
         env=environ(Path("/tmp")),
         cwd=REPOSITORY,
         capture_output=True,
@@ -75,6 +82,19 @@ async def main():
         await host.close()
 asyncio.run(main())
 """
+
+
+def test_root_of_a_namespace_that_knows_nobody_else(tmp_path: Path) -> None:
+    """As in a container without further user ids."""
+    become = (*NOBODY,) if os.getuid() == 0 else ()
+    python = an_interpreter(become, tmp_path)
+    user = (*become, "unshare", "--user", "--map-root-user")
+    if subprocess.run([*user, "true"], capture_output=True, timeout=30).returncode != 0:
+        pytest.skip("no user namespaces here")
+    ran = subprocess.run(
+        [*user, python, "-c", START], env=environ(tmp_path), cwd="/", capture_output=True, text=True, timeout=120
+    )
+    assert (ran.returncode, ran.stdout) == (0, "started unshare\n"), ran.stderr
 
 
 @pytest.mark.parametrize(
