@@ -32,6 +32,7 @@ from miles_hpc.core.types import (
     ModelShape,
     Prompt,
     SamplingParams,
+    SandboxLimit,
     VersionSpan,
     WeightPiece,
     WeightVersion,
@@ -491,6 +492,7 @@ class SandboxResult(Message, frozen=True, kw_only=True):
     timed_out: bool
     duration_s: float
     anew: bool = False  # the sandbox was made anew from its first files: what earlier commands wrote is gone
+    limit: SandboxLimit = SandboxLimit.NONE  # the bound that it met, where that can be known
 
 
 class SandboxFileEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ __all__ = [
     "RoutedExpertsRef",
     "SampleStatus",
     "SamplingParams",
+    "SandboxLimit",
     "Trajectory",
     "TrajectoryGroup",
     "TrajectorySummary",
@@ -67,6 +68,18 @@ class SampleStatus(enum.StrEnum):
     TRUNCATED = "truncated"  # a bound on turns, tokens or time ended it; it is trained
     ABORTED = "aborted"  # ended from outside; its group isn't trained
     FAILED = "failed"  # environment or engine failed; its group isn't trained
+
+
+class SandboxLimit(enum.StrEnum):
+    """The bound of its sandbox that a command met (rollout/sandbox_bounds.py)."""
+
+    NONE = ""
+    TIME = "time"  # the caller's
+    OUTPUT = "output"  # it wrote on and on
+    CPU = "cpu"  # of one process
+    FILE = "file"  # size of one
+    FOLDER = "folder"  # bytes or files of the working folder or /tmp
+    PROCESSES = "processes"  # of the sandbox together, threads included
 
 
 class FinishReason(enum.StrEnum):

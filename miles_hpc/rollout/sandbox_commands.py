@@ -18,9 +18,10 @@ import time
 
 from miles_hpc.core.errors import MilesError
 from miles_hpc.core.messages import SandboxResult
+from miles_hpc.rollout.sandbox_bounds import Use, limit_met
 from miles_hpc.rollout.sandbox_driver import Sandbox, SandboxLimits, exec_request, files_request
-from miles_hpc.rollout.sandbox_launcher import NOBODY
 from miles_hpc.rollout.sandbox_link import LauncherLink
+from miles_hpc.rollout.sandbox_root import NOBODY, becomes_nobody
 
 __all__ = ["CommandRunner", "SandboxError"]
 
@@ -35,8 +36,10 @@ class CommandRunner:
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
         self.link: LauncherLink | None = None
+        self.processes = 0  # that a sandbox may have, as far as this is bounded here; set with the link
         self.executed = 0  # commands
         self.executing_s = 0.0
+        self._other_user = becomes_nobody()
         self._incarnations = 0
 
     async def run(self, sandbox: Sandbox, data: bytes, timeout_s: float, max_output_bytes: int) -> SandboxResult:
@@ -74,6 +77,7 @@ class CommandRunner:
         sandbox.kept.clear()
         sandbox.n_output, sandbox.limit, sandbox.overflow = 0, max_output_bytes, False
         timed_out = False
+        looked: asyncio.Future[str] | None = None
         status = self._expect_status(sandbox)
         try:
             await self._send(sandbox, exec_request(data), timeout_s)
@@ -81,6 +85,7 @@ class CommandRunner:
                 code = await asyncio.wait_for(asyncio.shield(status), timeout_s)
             except TimeoutError:
                 timed_out = True
+                looked = self._look(sandbox)  # before what there is to see is killed
                 self._clear(sandbox)
                 try:
                     code = 137 if await asyncio.wait_for(status, 5.0) >= 0 else -1
@@ -88,6 +93,9 @@ class CommandRunner:
                     code = -1
             if not await self._is_clear(sandbox):
                 code = -1
+            if code > 0 and looked is None and not sandbox.overflow:
+                looked = self._look(sandbox)
+            use = await self._seen(looked)
         except asyncio.CancelledError:
             self.end(sandbox)  # nobody waits for what runs; the next command begins anew
             raise
@@ -108,7 +116,22 @@ class CommandRunner:
             timed_out=timed_out,
             duration_s=time.monotonic() - begin,
             anew=anew,
+            limit=limit_met(
+                code, use, processes=self.processes, timed_out=timed_out, overflow=sandbox.overflow and not timed_out
+            ),
         )
+
+    def _look(self, sandbox: Sandbox) -> asyncio.Future[str] | None:
+        return None if self.link is None else self.link.look(sandbox.name)
+
+    async def _seen(self, looked: asyncio.Future[str] | None) -> Use:
+        """What the launcher saw; unknown when it was not asked or takes long."""
+        if looked is None:
+            return Use()
+        try:
+            return Use.parse(await asyncio.wait_for(asyncio.shield(looked), 5.0))
+        except TimeoutError:
+            return Use()
 
     async def _is_clear(self, sandbox: Sandbox) -> bool:
         """Wait until no `clear` is under way, which would kill the next command as well; False when it takes long."""
@@ -147,7 +170,7 @@ class CommandRunner:
         sandbox.name = f"{self._incarnations}"
         ours, theirs = socket.socketpair()
         output, output_theirs = os.pipe()
-        if os.getuid() == 0:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
+        if self._other_user:  # the sandbox's user is another one then, and /dev/stderr is opened by permission
             os.fchown(output_theirs, NOBODY, NOBODY)
         self.link.start(sandbox.name, theirs.detach(), output_theirs)
         ours.setblocking(False)

@@ -17,7 +17,7 @@ __all__ = ["Sandbox", "SandboxLimits", "driver", "exec_request", "files_request"
 class SandboxLimits:
     """Bounds of one sandbox; the first five hold for each of its processes (setrlimit(2))."""
 
-    cpu_s: int = 10
+    cpu_s: int = 10  # then SIGXCPU, and a second later the kill
     memory_bytes: int = 512 << 20  # address space
     file_bytes: int = 8 << 20  # one file
     open_files: int = 128
@@ -47,9 +47,11 @@ class SandboxLimits:
 # copies of what they replace, at 10 and above, within the command's reach. `trap : INT` keeps an interrupt from ending
 # PID 1; subshells reset it. A command of plain words that is a program (`hash` knows no builtins) is executed in place
 # of the subshell, which saves a fork. One that names /dev/stderr or the like runs in a fresh bash, because an
-# undumpable process can't open its own /proc/self/fd.
+# undumpable process can't open its own /proc/self/fd. Where soft and hard limit of CPU time are one, the kernel kills
+# without SIGXCPU, and nobody could tell why.
 DRIVER = r"""
-ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} -t {cpu_s} {processes} || exit 9
+ulimit -c 0 -n {open_files} -f {file_kib} -v {memory_kib} {processes} || exit 9
+ulimit -S -t {cpu_s} && ulimit -H -t {cpu_kill_s} || exit 9
 trap : INT
 failed=0
 while IFS= read -r -d '' -u 3 name && [[ $name ]]; do
@@ -84,6 +86,7 @@ def driver(limits: SandboxLimits, *, count_processes: bool) -> str:
         file_kib=limits.file_bytes >> 10,
         memory_kib=limits.memory_bytes >> 10,
         cpu_s=limits.cpu_s,
+        cpu_kill_s=limits.cpu_s + 1,
         processes=f"-u {limits.processes}" if count_processes else "",
     )
 

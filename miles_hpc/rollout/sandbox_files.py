@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from miles_hpc.core.errors import ProtocolError, UserError
 from miles_hpc.core.messages import SandboxFileEntry, SandboxPut
 from miles_hpc.rollout.sandbox_driver import SandboxLimits
-from miles_hpc.rollout.sandbox_launcher import MAX_INODES, TASK_FOLDER
+from miles_hpc.rollout.sandbox_root import MAX_INODES, TASK_FOLDER
 
 __all__ = [
     "NO_FILE",

@@ -9,6 +9,7 @@
 | a command's status is true | told by PID 1, undumpable, over a socket that the command can't inherit or open |
 | its output is complete | the pipe is drained after the status arrived; what was written before is in it |
 | time limit | everything in the sandbox but PID 1 is killed (kill(-1) inside its PID namespace); files stay |
+| which bound was met | `limit` of the result, by the table of sandbox_bounds.py |
 | output limit | kept bytes are cut at the caller's limit; a command that writes on and on is killed |
 | any doubt | the sandbox is killed and made anew from its first files; the caller is told by `anew` |
 | destroy | PID 1 ends, and with it its PID namespace, its processes and its tmpfs |
@@ -50,8 +51,9 @@ from miles_hpc.rollout.sandbox_files import (
     put_commands,
     put_request,
 )
-from miles_hpc.rollout.sandbox_launcher import SANDBOX_UID
 from miles_hpc.rollout.sandbox_link import LauncherLink
+from miles_hpc.rollout.sandbox_root import SANDBOX_UID
+from miles_hpc.rollout.sandbox_site import missing
 
 __all__ = ["SandboxError", "SandboxHost", "SandboxLimits"]
 
@@ -106,9 +108,10 @@ class SandboxHost:
                 failures.append(f"{kind}: {error}")
                 await self.close()
         else:
+            settings = "; ".join(missing()) or "no sysctl forbids them, a seccomp filter or security module may"
             raise UserError(
-                f"this node can't isolate sandboxes ({'; '.join(failures)}): allow user namespaces "
-                "(sysctl user.max_user_namespaces) or choose isolation 'none' for commands that are trusted"
+                f"this node can't isolate sandboxes ({'; '.join(failures)}): have namespaces allowed ({settings}), "
+                "or choose isolation 'none' for commands that are trusted"
             )
         self._keepers = [asyncio.create_task(self._sweep()), asyncio.create_task(self._keep_launcher(kind))]
 
@@ -260,7 +263,8 @@ class SandboxHost:
     async def _open_link(self, kind: str) -> None:
         # Since Linux 5.14 the process limit counts per user namespace; before, it would count all of the user's.
         kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-        program = driver(self.limits, count_processes=kind != "none" and kernel >= (5, 14))
+        self.runner.processes = self.limits.processes if kind != "none" and kernel >= (5, 14) else 0
+        program = driver(self.limits, count_processes=self.runner.processes > 0)
         self.runner.link = await LauncherLink.open(kind, program, self.limits.folder_bytes)
         self.isolation = kind
 

@@ -14,9 +14,17 @@ from pathlib import Path
 
 from miles_hpc.core import env
 from miles_hpc.core.errors import UserError
-from miles_hpc.rollout import sandbox_launcher
 
 __all__ = ["LauncherLink"]
+
+# The launcher gets a path of ours and nothing else from outside: no site-packages, no variables, no current folder.
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from miles_hpc.rollout.sandbox_launcher import main
+sys.exit(main(sys.argv[1:]))
+"""
+_HERE = str(Path(__file__).resolve().parents[2])
 
 
 class LauncherLink:
@@ -26,7 +34,7 @@ class LauncherLink:
         self.process = process
         self._channel: socket.socket | None = channel
         self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()  # message, descriptors to pass and close
-        self._clearing: deque[asyncio.Future[None]] = deque()  # in the order in which the launcher answers
+        self._asked: deque[asyncio.Future[str]] = deque()  # in the order in which the launcher answers
 
     @classmethod
     async def open(cls, kind: str, driver: str, folder_bytes: int) -> LauncherLink:
@@ -36,13 +44,12 @@ class LauncherLink:
             raise UserError("no bwrap on this node's PATH")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        program = str(Path(sandbox_launcher.__file__))
         arguments = [str(theirs.fileno()), kind, driver, bwrap, str(folder_bytes)]
         libraries = env.read("LD_LIBRARY_PATH")  # some interpreters need it to start; it isn't passed on
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-S", "-E", program, *arguments),
+                *("-I", "-S", "-E", "-c", _PROGRAM, _HERE, *arguments),
                 pass_fds=(theirs.fileno(),),
                 env={"LD_LIBRARY_PATH": libraries} if libraries else {},
                 cwd="/",
@@ -70,21 +77,28 @@ class LauncherLink:
         self._backlog.append((f"start {name}".encode(), (control, output)))
         self._post()
 
-    def clear(self, name: str) -> asyncio.Future[None]:
+    def clear(self, name: str) -> asyncio.Future[str]:
         """Kill everything in the sandbox but its PID 1; done when that has happened, or when the launcher is gone.
 
         Whatever is started in the sandbox before that may be killed as well.
         """
-        cleared = asyncio.get_running_loop().create_future()
-        self._clearing.append(cleared)
-        self._backlog.append((f"clear {name}".encode(), ()))
-        self._post()
-        return cleared
+        return self._ask(f"clear {name}")
+
+    def look(self, name: str) -> asyncio.Future[str]:
+        """What the sandbox has used of its bounds now, for `Use.parse`; empty when the launcher is gone."""
+        return self._ask(f"look {name}")
 
     def stop(self, name: str) -> None:
         """Kill the sandbox."""
         self._backlog.append((f"stop {name}".encode(), ()))
         self._post()
+
+    def _ask(self, question: str) -> asyncio.Future[str]:
+        answer = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self._backlog.append((question.encode(), ()))
+        self._post()
+        return answer
 
     def _post(self) -> None:
         """Send what waits, in order; what doesn't fit follows when there is room."""
@@ -119,7 +133,7 @@ class LauncherLink:
         except OSError:
             answer = b""
         if answer:
-            _settle(self._clearing.popleft())
+            _settle(self._asked.popleft(), answer.decode())
         else:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._drop()
@@ -129,8 +143,8 @@ class LauncherLink:
         while self._backlog:
             for fd in self._backlog.popleft()[1]:
                 os.close(fd)
-        while self._clearing:
-            _settle(self._clearing.popleft())
+        while self._asked:
+            _settle(self._asked.popleft(), "")
 
     def disconnect(self) -> None:
         """Close the channel, which ends the launcher and all sandboxes; idempotent."""
@@ -151,6 +165,6 @@ class LauncherLink:
             await self.process.wait()
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _settle(future: asyncio.Future[str], answer: str) -> None:
     if not future.done():  # whoever waited may have been cancelled
-        future.set_result(None)
+        future.set_result(answer)

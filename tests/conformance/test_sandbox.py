@@ -270,10 +270,10 @@ def test_time_limit_spares_the_next_command(play: Play) -> None:
         assert link is not None
         clear = link.clear
 
-        def late(name: str) -> asyncio.Future[None]:
-            async def later() -> None:
+        def late(name: str) -> asyncio.Future[str]:
+            async def later() -> str:
                 await asyncio.sleep(0.3)
-                await clear(name)
+                return await clear(name)
 
             return asyncio.ensure_future(later())
 
@@ -524,13 +524,14 @@ def test_destroy_interrupts_a_running_command(play: Play) -> None:
 
 ORPHAN = """
 import os, socket, sys, time
-from miles_hpc.rollout.sandbox_launcher import _Launcher
+from miles_hpc.rollout.sandbox_births import NamespaceBirths
+from miles_hpc.rollout.sandbox_launcher import serve
 host, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 if not os.fork():
     time.sleep(1)
     os._exit(0)
 host.send(b"stop s")
-_Launcher(channel, "bubblewrap", "", "", "").serve()
+serve(channel, NamespaceBirths("", "bwrap", "", b""))
 """
 
 

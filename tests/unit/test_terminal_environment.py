@@ -119,6 +119,8 @@ def test_what_the_agent_sees(tmp_path: Path) -> None:
         "seq 1000",
         "sleep 30",
         "true",
+        "head -c 9000000 /dev/zero >/app/big",
+        "yes",
         "echo 42 >/app/answer",
         command_timeout_s=2.0,
         output_bytes=50,
@@ -128,6 +130,8 @@ def test_what_the_agent_sees(tmp_path: Path) -> None:
     assert shown[2] == "/app/sub\nx\n[exit code 1]\n(17 messages left)"
     assert shown[3].startswith("1\n2\n") and "[exit code 0; only the first 50 bytes are shown]" in shown[3]
     assert "ended after 2 s" in shown[4] and "[no output; exit code 0]" in shown[5]
+    assert "exit code 153" in shown[6] and "a file reached the largest size" in shown[6]
+    assert "ended: endless output]" in shown[7]
 
 
 def test_the_prompt_says_what_counts() -> None:

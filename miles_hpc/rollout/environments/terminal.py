@@ -44,7 +44,7 @@ import msgspec
 
 from miles_hpc.core.errors import DeadlineExpired, UserError
 from miles_hpc.core.messages import SandboxResult
-from miles_hpc.core.types import ChatMessage, Prompt
+from miles_hpc.core.types import ChatMessage, Prompt, SandboxLimit
 from miles_hpc.rollout.environments.base import Environment, Episode, Sandboxes, Turn
 from miles_hpc.rollout.environments.commands import DONE, CommandFormat, command_format
 from miles_hpc.rollout.environments.options import SPLITS, parse_options, pick
@@ -60,6 +60,15 @@ You work in a sandbox without network, in the folder {workdir}. {how}
 Each command runs in a new shell in that folder: files stay, variables and cd do not. A command may take {timeout:g} \
 seconds; you are shown up to {output} bytes of what it prints. You have {turns} messages in all. When you have \
 finished, reply with a line that says only {done}."""
+
+# What the agent is told of a bound that its command met; of the time it is told how much it had.
+_LIMITS = {
+    SandboxLimit.OUTPUT: "ended: endless output",
+    SandboxLimit.CPU: "a process used up its CPU time",
+    SandboxLimit.FILE: "a file reached the largest size",
+    SandboxLimit.FOLDER: "the disk is full",
+    SandboxLimit.PROCESSES: "as many processes as may be",
+}
 
 _REWARD_BYTES = 64 << 10
 _TEST_OUTPUT_BYTES = 64 << 10
@@ -224,6 +233,8 @@ class _TerminalEpisode(Episode):
             notes = [f"ended after {timeout_s:.0f} s"]
         if result.truncated:
             notes.append(f"only the first {self._options.output_bytes} bytes are shown")
+        if result.limit in _LIMITS:
+            notes.append(_LIMITS[result.limit])
         output = result.output.rstrip("\n")
         return f"{output}\n[{'; '.join(notes)}]" if output else f"[no output; {'; '.join(notes)}]"
 

@@ -36,7 +36,7 @@ from typing import Any
 from miles_hpc.core.errors import UserError
 from miles_hpc.rollout.environments.dockerfile import Copied, DockerPlan, plan_dockerfile
 from miles_hpc.rollout.sandbox_files import SandboxFile
-from miles_hpc.rollout.sandbox_launcher import LINKS, MAX_INODES
+from miles_hpc.rollout.sandbox_root import LINKS, MAX_INODES
 
 __all__ = ["WORKDIR", "TerminalTask", "load_task", "load_tasks", "read_files"]
 
