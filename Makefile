@@ -26,7 +26,7 @@ demo: setup ## a whole RL run on a real Slurm cluster in a private folder, cut o
 test: setup ## all tests that run without a GPU, the real Slurm box and MPI included
 	@$(PY) -m tools.run_tests
 
-test-hosts: setup ## tests between network namespaces as hosts: cut links, blackholes, cut-off nodes (root only)
+test-hosts: setup ## what only root can test: network namespaces as hosts, with cut links; sandboxes as an ordinary user
 	@$(PY) -m pytest -m "netns and not gpu"
 
 test-lifecycle: setup ## whole runs that a cluster interrupts: preempted, cancelled, without progress, on spare nodes

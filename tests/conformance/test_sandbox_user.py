@@ -41,6 +41,7 @@ def an_interpreter(user: tuple[str, ...], folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.netns  # with the other tests that only root can start
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("namespace", "suites"),
