@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 SESSIONS = 24
 TURNS = 6
-KILL_AFTER = 3  # turns of the first session that has so many
+KILL_AFTER = 3 * SESSIONS  # turns of all sessions together
 #: From the kill to the last answer to a request that was under way, or asked since: what the issue allows.
 RESUMED_S = 10.0
 
@@ -81,7 +81,7 @@ def test_kill_9_of_an_engine_in_the_middle_of_live_sessions(tmp_path: Path) -> N
                 answered.append(time.monotonic())
                 assert found["choices"][0]["finish_reason"] == "stop", found  # none is cut, whatever happened to it
                 talk += [found["choices"][0]["message"], said("go on")]
-                if number == 0 and turn + 1 == KILL_AFTER:
+                if len(answered) >= KILL_AFTER and not killed.is_set():
                     os.killpg(servers[0]._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
                     killed.set()
             async with http.post(f"{session}/samples", headers=headers) as response:
@@ -99,12 +99,13 @@ def test_kill_9_of_an_engine_in_the_middle_of_live_sessions(tmp_path: Path) -> N
                 await runner.setup()
                 await web.SockSite(runner, listening).start()
                 playing = [asyncio.create_task(live(number, http)) for number in range(SESSIONS)]
-                await asyncio.wait({asyncio.create_task(killed.wait()), *playing}, return_when=asyncio.FIRST_COMPLETED)
-                assert killed.is_set(), [task.exception() for task in playing if task.done()]
+                together = asyncio.gather(*playing)  # done with the first that fails, or with the last
+                await asyncio.wait({asyncio.create_task(killed.wait()), together}, return_when=asyncio.FIRST_COMPLETED)
+                assert killed.is_set(), together.exception()
                 at = time.monotonic()
                 under_way = book.n_in_flight
-                samples = [sample for own in await asyncio.gather(*playing) for sample in own]
-                assert under_way > SESSIONS / 2  # it was the middle
+                samples = [sample for own in await together for sample in own]
+                assert under_way > SESSIONS / 4  # it was the middle
                 return samples, max(answered) - at, gateway
             finally:
                 await runner.cleanup()
